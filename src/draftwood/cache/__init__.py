@@ -1,0 +1,1 @@
+"""Pages: who owns them, the target's latents and the drafter's context in them."""

@@ -1,0 +1,121 @@
+"""Which implementation of a kernel runs: chosen once per device, never per call, and always with a reason.
+
+An implementation asked for by name that cannot load raises. The automatic choice takes the first one in the
+device's order that exists; a module that exists and fails to import is an error, not a reason to fall back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+KERNELS = (
+    "topk_logprobs",
+    "tree_build",
+    "verify_attn",
+    "sample",
+    "tree_accept",
+    "commit_kv",
+    "draft_attn",
+    "moe",
+)
+
+IMPLEMENTATIONS = {"ref": "ref", "torch": "torch_impl", "triton": "triton_impl"}
+"""Implementation name -> module in the kernel's folder, holding a function named like the kernel."""
+
+_ORDER = {"cpu": ("torch",), "cuda": ("triton", "torch")}
+
+
+class KernelUnavailableError(RuntimeError):
+    """The implementation asked for does not exist or cannot be loaded on this machine."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One kernel's implementation and why it was taken."""
+
+    kernel: str
+    impl: str
+    reason: str
+    function: Callable[..., Any] = field(repr=False)
+
+
+@cache
+def load(kernel: str, impl: str) -> Callable[..., Any]:
+    """The function `kernel` of implementation `impl`. Raises `KernelUnavailableError` naming both."""
+    if kernel not in KERNELS:
+        raise KernelUnavailableError(f"unknown kernel `{kernel}`; known: {', '.join(KERNELS)}")
+    if impl not in IMPLEMENTATIONS:
+        raise KernelUnavailableError(
+            f"unknown implementation `{impl}` for kernel `{kernel}`; known: {', '.join(IMPLEMENTATIONS)}"
+        )
+    if not exists(kernel, impl):
+        raise KernelUnavailableError(f"kernel `{kernel}` has no implementation `{impl}`")
+    try:
+        module = import_module(_module(kernel, impl))
+    except ImportError as e:
+        raise KernelUnavailableError(f"kernel `{kernel}`, implementation `{impl}` cannot load: {e}") from e
+    function: Callable[..., Any] = getattr(module, kernel)
+    return function
+
+
+def exists(kernel: str, impl: str) -> bool:
+    """Whether the package has this implementation at all (it may still fail to load here)."""
+    return find_spec(_module(kernel, impl)) is not None
+
+
+def choose(kernel: str, device: str, requested: str | None = None) -> Choice:
+    """Choose for `device` ("cpu" or "cuda"). Raises `KernelUnavailableError` if `requested` cannot be had."""
+    if requested is not None:
+        return Choice(kernel, requested, "asked for by name", load(kernel, requested))
+    if device not in _ORDER:
+        raise KernelUnavailableError(f"unknown device `{device}`; expected one of: {', '.join(_ORDER)}")
+    for impl in _ORDER[device]:
+        if exists(kernel, impl):
+            return Choice(
+                kernel, impl, f"first of {', '.join(_ORDER[device])} on {device}", load(kernel, impl)
+            )
+    raise KernelUnavailableError(f"kernel `{kernel}` has no implementation for {device}")
+
+
+def for_array(kernel: str, array: Any, impl: str | None = None) -> Callable[..., Any]:
+    """The function for a direct call on `array`: `ref` for numpy, else the choice for the tensor's device."""
+    if impl is not None:
+        return load(kernel, impl)
+    device = getattr(array, "device", None)
+    if not hasattr(device, "type"):  # numpy arrays have no torch device
+        return load(kernel, "ref")
+    return choose(kernel, device.type).function
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """One chosen implementation of each kernel; the attributes are the functions."""
+
+    topk_logprobs: Callable[..., Any]
+    tree_build: Callable[..., Any]
+    verify_attn: Callable[..., Any]
+    sample: Callable[..., Any]
+    tree_accept: Callable[..., Any]
+    commit_kv: Callable[..., Any]
+    draft_attn: Callable[..., Any]
+    moe: Callable[..., Any]
+    choices: tuple[Choice, ...] = ()
+
+
+def load_kernels(device: str, requested: Mapping[str, str] | None = None) -> Kernels:
+    """Choose every kernel for `device`; `requested` maps kernel names to implementation names."""
+    requested = requested or {}
+    for name in requested:
+        if name not in KERNELS:
+            raise KernelUnavailableError(f"unknown kernel `{name}`; known: {', '.join(KERNELS)}")
+    choices = tuple(choose(kernel, device, requested.get(kernel)) for kernel in KERNELS)
+    return Kernels(**{c.kernel: c.function for c in choices}, choices=choices)
+
+
+def _module(kernel: str, impl: str) -> str:
+    return f"draftwood.kernels.{kernel}.{IMPLEMENTATIONS[impl]}"

@@ -1,0 +1,47 @@
+"""verify_attn: absorbed-MLA attention of draft-tree slots over a paged latent prefix plus their own ancestors."""
+
+from __future__ import annotations
+
+from draftwood.kernels.registry import for_array
+from draftwood.tree import Array
+
+PAGE_SIZES = (16, 32, 64)
+
+
+def verify_attn(
+    q: Array,
+    pages: Array,
+    page_table: Array,
+    prefix_len: Array,
+    tree_kv: Array,
+    ancestors: Array,
+    n_slots: Array,
+    scale: float,
+    *,
+    value_dim: int,
+    impl: str | None = None,
+) -> tuple[Array, Array]:
+    """softmax(scale * q k^T) v for every slot, where slot i sees the whole prefix and its ancestor slots.
+
+    Args:
+        q: [B, T, H, C] with C = R + P: the query in latent space (R), then its rope part (P).
+        pages: [n_pages, page, C] latent cache of one layer; key = the C numbers, value = the first R of them.
+        page_table: [B, M] i32, page of each `page` positions of a row; entries past the prefix are ignored.
+        prefix_len: [B] i32, committed positions; 0 is legal.
+        tree_kv: [B, T, C] latents of the slots themselves.
+        ancestors: [B, T, W] i64 bits (see `DraftTree`); bits at or past n_slots are ignored.
+        n_slots: [B] i32.
+        scale: softmax scale.
+        value_dim: R.
+        impl: implementation name; None chooses by the type and device of `q`.
+
+    Returns:
+        o [B, T, H, R] in q's dtype and lse [B, T, H] f32 (f64 for f64 input): natural log of the sum of
+        exp(scaled scores), -inf where a slot sees nothing. Slots >= n_slots give 0 and -inf. Page tails past
+        prefix_len, pages not in use and slots >= n_slots never matter, whatever bits they hold, NaN included;
+        NaN in a live position may reach its own request only.
+    """
+    fn = for_array("verify_attn", q, impl)
+    return fn(  # type: ignore[no-any-return]
+        q, pages, page_table, prefix_len, tree_kv, ancestors, n_slots, scale, value_dim=value_dim
+    )
