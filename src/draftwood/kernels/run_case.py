@@ -1,0 +1,106 @@
+"""Run one case through one implementation, and say whether it agrees with the reference.
+
+The only place where cases become tensors and outputs become arrays; tests, benches and debug mode call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from draftwood.kernels.case import Case
+from draftwood.kernels.registry import load
+
+IN_PLACE = {"commit_kv": "pages"}
+"""Kernels that return nothing and write one of their inputs: that input is the output compared."""
+
+
+def cases_of(kernel: str) -> ModuleType:
+    """The kernel's `cases` module (see `draftwood.kernels.case` for what it offers)."""
+    return import_module(f"draftwood.kernels.{kernel}.cases")
+
+
+def to_torch(value: Any, device: str, dtype: str | None = None) -> Any:
+    """Numpy arrays, and dataclasses of them, as tensors on `device`; floats are cast to `dtype` if given."""
+    import torch
+
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{f.name: to_torch(getattr(value, f.name), device) for f in fields(value)})
+    if not isinstance(value, np.ndarray):
+        return value
+    tensor = torch.from_numpy(np.ascontiguousarray(value)).to(device)
+    if tensor.data_ptr() == value.ctypes.data:
+        tensor = tensor.clone()  # in-place kernels must not write the case's own arrays
+    return tensor.to(getattr(torch, dtype)) if dtype is not None else tensor
+
+
+def to_numpy(value: Any) -> Any:
+    """The reverse; bf16 and fp16 become f32, which is exact."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{f.name: to_numpy(getattr(value, f.name)) for f in fields(value)})
+    if isinstance(value, tuple):
+        return tuple(to_numpy(v) for v in value)
+    if hasattr(value, "cpu"):
+        value = value.detach().cpu()
+        return (value.float() if value.element_size() == 2 and value.is_floating_point() else value).numpy()
+    return value
+
+
+def torch_inputs(case: Case, inputs: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """The case's inputs as tensors, those named in FLOATS in the case's dtype."""
+    cases = cases_of(case.kernel)
+    axes = dict(case.axes)
+    dtype = str(axes["dtype"]) if "dtype" in axes else None
+    return {k: to_torch(v, device, dtype if k in cases.FLOATS else None) for k, v in inputs.items()}
+
+
+def run(case: Case, inputs: Mapping[str, Any], impl: str, device: str = "cpu") -> Any:
+    """Outputs as numpy, of `impl` on `inputs`; the reference always runs on numpy. Inputs are left unchanged."""
+    function = load(case.kernel, impl)
+    if impl == "ref":
+        arguments = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in inputs.items()}
+        out = function(**arguments)
+    else:
+        arguments = torch_inputs(case, inputs, device)
+        with poisoned_memory():
+            out = function(**arguments)
+    return to_numpy(arguments[IN_PLACE[case.kernel]] if case.kernel in IN_PLACE else out)
+
+
+def verify(case: Case, impl: str, device: str = "cpu") -> None:
+    """Raise `CaseError` if the inputs are unsound, `Mismatch` if `impl` differs from the reference."""
+    cases = cases_of(case.kernel)
+    inputs = cases.make(case)
+    cases.check(case, inputs)
+    cases.compare(case, run(case, inputs, impl, device), run(case, inputs, "ref"))
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """`torch.empty` and relatives return NaN or a large number, so that an output left unwritten shows."""
+    import torch
+
+    names = ("empty", "empty_like", "empty_strided")
+    originals = {name: getattr(torch, name) for name in names}
+    new_empty = torch.Tensor.new_empty
+
+    def poison(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            return tensor.fill_(float("nan"))
+        return tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max - 7)
+
+    try:
+        for name, original in originals.items():
+            setattr(torch, name, lambda *a, _f=original, **k: poison(_f(*a, **k)))
+        torch.Tensor.new_empty = lambda *a, **k: poison(new_empty(*a, **k))  # type: ignore[method-assign]
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)
+        torch.Tensor.new_empty = new_empty  # type: ignore[method-assign]
