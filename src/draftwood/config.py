@@ -1,0 +1,38 @@
+"""Settings of an engine, validated once; a wrong value names its field."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Mode = Literal["tree", "chain", "plain"]
+"""tree: best-first draft trees; chain: the drafter's single best sequence; plain: no speculation."""
+
+Budget = Annotated[int, Field(ge=1)] | Literal["auto"]
+"""Slots per tree, root included, or "auto": what pays, by measured cost and observed acceptance."""
+
+
+class EngineConfig(BaseModel):
+    """How an engine runs; the models bring everything else."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mode: Mode = "tree"
+    budget: Budget = "auto"
+    max_budget: int = Field(64, ge=2, le=128)
+    """Largest tree that budget "auto" considers."""
+    depth: int | None = Field(None, ge=1)
+    """Draft depth; None takes all the drafter can (block_size - 1)."""
+    max_context: int | None = Field(None, ge=2)
+    """Tokens per request, prompt and output together; None takes the model's own limit."""
+    max_batch: int = Field(8, ge=1)
+    """Requests decoded together."""
+    page_size: int = Field(64, ge=1)
+    """Positions per cache page; kernels on a GPU take 16, 32 and 64."""
+    n_pages: int | None = Field(None, ge=1)
+    """Pages in the pool; None takes what max_batch requests of max_context tokens need."""
+    prefill_chunk: int = Field(256, ge=1)
+    """Prompt tokens per prefill pass."""
+    noise_coupled: bool = True
+    """At temperature > 0, rank draft candidates with the noise that the target's choice will use."""

@@ -1,0 +1,50 @@
+"""DFlash as a source of draft logits: the drafter, its paged context and the target's embedding and head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from draftwood.cache.pools import DraftContext
+from draftwood.models.drafter import Drafter
+from draftwood.models.target import Target
+
+if TYPE_CHECKING:
+    from draftwood.round import RoundState
+
+
+class DFlashDrafting:
+    """`draftwood.round.Drafting` over a DFlash drafter."""
+
+    def __init__(
+        self, drafter: Drafter, target: Target, context: DraftContext, commit_kv: Callable[..., None]
+    ) -> None:
+        self.drafter, self.target, self.context, self.commit_kv = drafter, target, context, commit_kv
+        self.taps: tuple[int, ...] = drafter.config.target_layer_ids
+        self.max_depth: int = drafter.config.block_size - 1
+
+    def logits(self, state: RoundState, depth: int) -> torch.Tensor:
+        """[B, depth, V] f32 from one drafter pass over a block of depth + 1 positions."""
+        hidden = self.drafter(
+            state.root,
+            state.prefix_len,
+            self.context.k_pages,
+            self.context.v_pages,
+            state.page_table,
+            self.target.embed,
+            depth=depth,
+        )
+        return self.target.logits(hidden)
+
+    def extend(
+        self, features: torch.Tensor, page_table: torch.Tensor, start: torch.Tensor, count: torch.Tensor
+    ) -> None:
+        """Project features to K/V once per committed token and write them into its page."""
+        n = features.shape[1]
+        steps = torch.arange(n, dtype=torch.int32, device=features.device)
+        k, v = self.drafter.context(features, start[:, None] + steps)
+        kv = torch.stack([k, v], dim=1).flatten(0, 1).flatten(-2)  # [2 Ld, B, N, Hkv * hd]
+        rows = steps.expand(len(start), n)
+        self.commit_kv(self.context.as_layers(), kv, page_table, start, rows, count)

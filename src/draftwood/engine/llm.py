@@ -1,0 +1,271 @@
+"""`LLM`: the one-line API. Loads a target and its drafter, turns prompts into outputs.
+
+from draftwood import LLM, SamplingParams
+LLM().generate(["def fibonacci(n):"], SamplingParams(max_new_tokens=64))
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftwood import bundled
+from draftwood.cache.pages import PageAllocator
+from draftwood.cache.pools import DraftContext, LatentPool
+from draftwood.config import Budget, EngineConfig, Mode
+from draftwood.drafting import DFlashDrafting
+from draftwood.engine.budget import BudgetController, CostTable
+from draftwood.engine.engine import PLAIN, Engine, Speculation
+from draftwood.engine.outputs import RequestOutput, StreamEvent
+from draftwood.engine.request import Request
+from draftwood.engine.sampling_params import MAX_SEED, SamplingParams
+from draftwood.engine.stops import StopStrings
+from draftwood.kernels import load_kernels
+from draftwood.models.drafter import Drafter
+from draftwood.models.folder import resolve
+from draftwood.models.target import Target, TreeBatch
+from draftwood.models.tokenizer import StreamDecoder, Tokenizer
+from draftwood.round import Drafting, Stages
+from draftwood.tree import root_only
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A target with its drafter, ready to generate.
+
+    Args:
+        model: Hugging Face folder (or repo id) of the target; None takes the bundled pair.
+        drafter: folder of its DFlash drafter; only mode "plain" works without one.
+        dtype: "float32", "bfloat16", "float64" or "auto" (bfloat16 on a GPU, float32 elsewhere).
+        device: "cpu", "cuda" or "auto".
+        kernels: implementation per kernel name, e.g. {"verify_attn": "torch"}; the rest is chosen for the device.
+        settings: fields of `EngineConfig`.
+
+    Raises:
+        ModelError: a folder is unsound or the drafter does not fit. ValueError: a setting is wrong.
+        KernelUnavailableError: a kernel asked for by name cannot be had.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        drafter: str | Path | None = None,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        kernels: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = EngineConfig(**settings)
+        if model is None:
+            if drafter is not None:
+                raise ValueError("drafter: given without `model`; the bundled target has its own drafter")
+            model, drafter = bundled.pair()
+        self.device = _device(device)
+        self.dtype = _dtype(dtype, self.device)
+        self.kernels = load_kernels(self.device, kernels)
+        folder = resolve(model)
+        self.tokenizer = Tokenizer.from_folder(folder)
+        self.target = Target.from_folder(folder, dtype=self.dtype, device=self.device, kernels=self.kernels)
+        self.max_context = self._max_context()
+        pages_per_request = -(-self.max_context // self.config.page_size)
+        self.allocator = PageAllocator(self.config.n_pages or self.config.max_batch * pages_per_request)
+        self.latents = LatentPool.allocate(
+            self.target.config.num_hidden_layers,
+            self.allocator.n_pages,
+            self.config.page_size,
+            self.target.config.latent_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.drafting: Drafting | None = None if drafter is None else self._load_drafter(resolve(drafter))
+        self._controller: BudgetController | None = None
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        mode: Mode | None = None,
+        budget: Budget | None = None,
+        trace: bool = False,
+    ) -> list[RequestOutput]:
+        """Outputs in the order of the prompts; arguments as for `stream`."""
+        outputs: dict[int, RequestOutput] = {}
+        for event in self.stream(prompts, params, mode=mode, budget=budget, trace=trace):
+            outputs[event.index] = event.output
+        return [outputs[i] for i in sorted(outputs)]
+
+    @torch.inference_mode()
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        mode: Mode | None = None,
+        budget: Budget | None = None,
+        trace: bool = False,
+    ) -> Iterator[StreamEvent]:
+        """Decode and yield every request's new text and tokens, round by round.
+
+        Args:
+            prompts: text or token ids, one or several.
+            params: one for all, or one per prompt; None takes the defaults.
+            mode, budget: override the engine's own for this call.
+            trace: keep every round's tree in the outputs.
+
+        Raises:
+            ValueError: a prompt is empty or too long, or a parameter is wrong; before anything runs.
+        """
+        requests = self._requests(prompts, params)
+        budget = self.config.budget if budget is None else budget
+        engine = self._engine(mode or self.config.mode, budget, trace)
+        for request in requests:
+            engine.add(request)
+        try:
+            while engine.has_work():
+                yield from engine.step()
+        finally:
+            engine.abort()
+
+    def _requests(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        many = _as_list(prompts)
+        each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(many):
+            raise ValueError(f"params: {len(each)} given for {len(many)} prompts")
+        return [self._request(i, p, s) for i, (p, s) in enumerate(zip(many, each, strict=True))]
+
+    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
+        vocab = self.target.config.vocab_size
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise ValueError(f"prompt {index} is empty; at least one token is needed")
+        for token in ids:
+            if not 0 <= token < vocab:
+                raise ValueError(f"prompt {index}: token id {token} is outside the vocabulary 0..{vocab - 1}")
+        params.check_tokens(vocab)
+        end = () if params.ignore_eos else self.target.config.eos_token_ids
+        seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
+        return Request(
+            index=index,
+            params=params,
+            stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *end))),
+            output=RequestOutput(ids, seed),
+            decoder=StreamDecoder(self.tokenizer),
+            stops=StopStrings(params.stop),
+        )
+
+    def _engine(self, mode: Mode, budget: Budget, trace: bool) -> Engine:
+        stages = Stages(
+            self.target,
+            self.latents,
+            None if mode == "plain" else self.drafting,
+            self.kernels,
+            self.config.noise_coupled,
+        )
+        return Engine(
+            stages,
+            self._speculation(mode, budget),
+            self.allocator,
+            page_size=self.config.page_size,
+            max_context=self.max_context,
+            max_batch=self.config.max_batch,
+            prefill_chunk=self.config.prefill_chunk,
+            device=self.device,
+            trace=trace,
+        )
+
+    def _speculation(self, mode: Mode, budget: Budget) -> Speculation:
+        if mode == "plain":
+            return PLAIN
+        if self.drafting is None:
+            raise ValueError(f'mode: "{mode}" needs a drafter; give `drafter=` or use mode="plain"')
+        depth = min(self.config.depth or self.drafting.max_depth, self.drafting.max_depth)
+        if mode == "chain":
+            return Speculation.chain(depth)
+        vocab = self.target.config.vocab_size
+        if budget != "auto":
+            if budget < 1:
+                raise ValueError(f'budget: must be "auto" or at least 1 slot, got {budget}')
+            return Speculation.tree(budget, depth, vocab)
+        if self._controller is None:
+            self._controller = self._calibrate()
+        return Speculation.tree(self.config.max_budget, depth, vocab, self._controller)
+
+    def _calibrate(self) -> BudgetController:
+        """Time target passes of several sizes; a drafted round corrects these numbers as it goes."""
+        sizes = tuple(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= max(2, self.config.max_budget))
+        cost = CostTable(self._time_target, sizes)
+        return BudgetController(cost, draft_seconds=cost.seconds[0], max_slots=self.config.max_budget)
+
+    def _time_target(self, rows: int) -> float:
+        """Best of three target passes over `rows` independent roots with an empty prefix, in seconds."""
+        tree = root_only([0] * rows).torch(self.device)
+        table = torch.zeros(rows, 1, dtype=torch.int32, device=self.device)
+        batch = TreeBatch(table, torch.zeros_like(tree.n_slots), tree.ancestors, tree.n_slots)
+        best = float("inf")
+        for _ in range(3):
+            started = time.perf_counter()
+            output = self.target(tree.tokens, tree.depths, self.latents.pages, batch, ())
+            self.target.logits(output.hidden)
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            best = min(best, time.perf_counter() - started)
+        return best
+
+    def _load_drafter(self, folder: Path) -> Drafting:
+        drafter = Drafter.from_folder(
+            folder, target=self.target, dtype=self.dtype, device=self.device, kernels=self.kernels
+        )
+        context = DraftContext.allocate(
+            drafter.config.num_hidden_layers,
+            self.allocator.n_pages,
+            self.config.page_size,
+            drafter.config.num_key_value_heads,
+            drafter.config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        return DFlashDrafting(drafter, self.target, context, self.kernels.commit_kv)
+
+    def _max_context(self) -> int:
+        limit = self.target.config.max_position_embeddings
+        if self.config.max_context is not None and self.config.max_context > limit:
+            raise ValueError(
+                f"max_context: {self.config.max_context} is beyond the model's {limit} positions"
+            )
+        return self.config.max_context or limit
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    return [items] if items and all(isinstance(i, int) for i in items) else items
+
+
+def _device(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f'device: expected "auto", "cpu" or "cuda", got "{device}"')
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: cuda was asked for and torch finds no CUDA device")
+    return device
+
+
+def _dtype(dtype: str, device: str) -> torch.dtype:
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+    if dtype == "auto":
+        return torch.bfloat16 if device == "cuda" else torch.float32
+    if dtype not in known:
+        raise ValueError(f"dtype: expected auto, {', '.join(known)}, got {dtype}")
+    return known[dtype]

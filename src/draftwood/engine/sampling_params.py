@@ -1,0 +1,73 @@
+"""`SamplingParams`: how one request's tokens are chosen and when it ends."""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+MAX_SEED = 2**63 - 1
+
+
+class SamplingParams(BaseModel):
+    """Sampling settings; the names and meanings are those of the OpenAI API and of vLLM.
+
+    Raises `pydantic.ValidationError` (a ValueError) that names the field and the accepted range.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_new_tokens: int = Field(128, ge=1)
+    temperature: float = Field(0.0, ge=0.0, allow_inf_nan=False)
+    """0 is greedy decoding."""
+    top_k: int = Field(0, ge=0)
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Keep the fewest most likely tokens that reach this probability, among those top-k kept."""
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    """Keep tokens at least this likely relative to the most likely one."""
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    """Same seed, same output, whatever the mode, budget or batch; None draws one, recorded in the output."""
+    repetition_penalty: float = Field(1.0, gt=0.0, allow_inf_nan=False)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    """Token id -> value added to its logit; -inf forbids the token."""
+    stop: tuple[str, ...] = ()
+    """Text that ends the output; it is not part of the output."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the output, besides the model's own end tokens."""
+    ignore_eos: bool = False
+    """Go on past the model's own end tokens."""
+    logprobs: int | None = Field(None, ge=0, le=20)
+    """Report each token's log-probability before temperature and filters, and those of the n best tokens."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_stop(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError("a stop string must not be empty")
+        return value
+
+    @property
+    def penalised(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    def check_tokens(self, vocab_size: int) -> None:
+        """Raise ValueError naming a token id outside the vocabulary."""
+        for field, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise ValueError(
+                        f"{field}: token id {token} is outside the vocabulary 0..{vocab_size - 1}"
+                    )
+        for token, value in self.logit_bias.items():
+            if math.isnan(value) or value == math.inf:
+                raise ValueError(
+                    f"logit_bias: the value for token {token} must be finite or -inf, got {value}"
+                )

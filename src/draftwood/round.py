@@ -1,0 +1,173 @@
+"""One decoding round, on one screen: draft -> build -> verify -> accept -> commit.
+
+The round knows tensors only: no requests, no text, no host decisions. Everything a stage needs is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from draftwood.cache.pools import LatentPool
+from draftwood.kernels import Kernels
+from draftwood.kernels.sample.params import SampleParams
+from draftwood.kernels.tree_accept import Accepted, Limits
+from draftwood.models.target import Target, TargetOutput, TreeBatch
+from draftwood.tree import DraftTree
+
+Timer = Callable[[str], AbstractContextManager[None]]
+"""Called with a stage's name, wraps that stage."""
+
+
+class Drafting(Protocol):
+    """Where draft logits come from, and who learns from what was committed."""
+
+    taps: tuple[int, ...]
+    """Target layers whose outputs `extend` wants, concatenated in this order."""
+    max_depth: int
+    """D, the most tokens it can draft past the root."""
+
+    def logits(self, state: RoundState, depth: int) -> torch.Tensor:
+        """[B, depth, V] f32: row d - 1 scores the token d positions after the root."""
+
+    def extend(
+        self, features: torch.Tensor, page_table: torch.Tensor, start: torch.Tensor, count: torch.Tensor
+    ) -> None:
+        """Learn features [B, N, F] of positions start[b] .. start[b] + count[b] - 1; rows past count are void."""
+
+
+@dataclass
+class RoundState:
+    """The batch between two rounds; `commit` advances it. Row b of everything belongs to one request."""
+
+    root: torch.Tensor  # [B] i32, the newest token, not in the pages yet
+    prefix_len: torch.Tensor  # [B] i32, committed positions; the root's own position
+    page_table: torch.Tensor  # [B, M] i32
+    seed: torch.Tensor  # [B] i64
+    params: SampleParams
+    limits: Limits
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """The shape of a round, decided before it. `slots` = 1 is plain decoding."""
+
+    slots: int  # T, root included
+    depth: int  # D
+    top_k: int  # candidates per depth; 1 drafts a chain
+    prune: Callable[[DraftTree], DraftTree] | None = None  # shrinks the built tree, if its scores say so
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What the stages run on; fixed while the engine lives."""
+
+    target: Target
+    latents: LatentPool
+    drafting: Drafting | None
+    kernels: Kernels
+    noise_coupled: bool  # rank candidates with the noise that `sample` will use
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What a round leaves behind, all on the device."""
+
+    tree: DraftTree
+    logits: torch.Tensor  # [B, T, V] f32
+    accepted: Accepted
+    emitted: torch.Tensor  # [B, D + 1] i32: the n_path tokens emitted, then -1
+    status: torch.Tensor  # [B] i32, nonzero: a live slot had no finite logit
+
+
+def decode_round(stages: Stages, state: RoundState, plan: RoundPlan, timer: Timer) -> RoundResult:
+    """Run one round and advance `state`. All rows emit at least one token."""
+    with timer("draft"):
+        lp, ids = draft(stages, state, plan)
+    with timer("build"):
+        tree = build(stages, state, plan, lp, ids)
+    with timer("verify"):
+        output, logits = verify(stages, state, tree)
+    with timer("accept"):
+        accepted, emitted, status = accept(stages, state, plan, tree, logits)
+    with timer("commit"):
+        commit(stages, state, output, accepted, emitted)
+    return RoundResult(tree, logits, accepted, emitted, status)
+
+
+def draft(stages: Stages, state: RoundState, plan: RoundPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """Candidates per depth: lp and ids [B, D, K]; D = 0 when nothing is drafted."""
+    if stages.drafting is None or plan.slots == 1:
+        nothing = state.root.new_empty(len(state.root), 0, 1)
+        return nothing.float(), nothing
+    logits = stages.drafting.logits(state, plan.depth)
+    if not stages.noise_coupled:
+        return stages.kernels.topk_logprobs(logits, plan.top_k)  # type: ignore[no-any-return]
+    ahead = torch.arange(1, plan.depth + 1, dtype=torch.int32, device=state.root.device)
+    return stages.kernels.topk_logprobs(  # type: ignore[no-any-return]
+        logits,
+        plan.top_k,
+        temperature=state.params.temperature,
+        seed=state.seed,
+        position=state.prefix_len[:, None] + ahead,
+    )
+
+
+def build(
+    stages: Stages, state: RoundState, plan: RoundPlan, lp: torch.Tensor, ids: torch.Tensor
+) -> DraftTree:
+    """The best-first tree over the candidates, at most `plan.slots` slots."""
+    budget = torch.full_like(state.root, plan.slots)
+    min_score = torch.full_like(state.root, -torch.inf, dtype=torch.float32)
+    tree = stages.kernels.tree_build(state.root, lp, ids, budget, min_score, slots=plan.slots)
+    return tree if plan.prune is None else plan.prune(tree)  # type: ignore[no-any-return]
+
+
+def verify(stages: Stages, state: RoundState, tree: DraftTree) -> tuple[TargetOutput, torch.Tensor]:
+    """One target pass over all slots; returns its output and logits [B, T, V] f32."""
+    batch = TreeBatch(state.page_table, state.prefix_len, tree.ancestors, tree.n_slots)
+    positions = state.prefix_len[:, None] + tree.depths
+    taps = () if stages.drafting is None else stages.drafting.taps
+    output = stages.target(tree.tokens, positions, stages.latents.pages, batch, taps)
+    return output, stages.target.logits(output.hidden)
+
+
+def accept(
+    stages: Stages, state: RoundState, plan: RoundPlan, tree: DraftTree, logits: torch.Tensor
+) -> tuple[Accepted, torch.Tensor, torch.Tensor]:
+    """The target's choices, the path they take through the tree, and the tokens emitted [B, D + 1]."""
+    position = state.prefix_len[:, None] + tree.depths + 1
+    choice, status = stages.kernels.sample(logits, state.params, state.seed, position, tree)
+    accepted = stages.kernels.tree_accept(tree, choice, state.limits, max_depth=plan.depth)
+    drafted = tree.tokens.gather(1, accepted.path[:, 1:].clamp(min=0).long())
+    emitted = torch.cat([drafted, state.root[:, None]], dim=1)  # one column more, for the bonus
+    last = accepted.n_path[:, None] - 1
+    column = torch.arange(plan.depth + 1, device=last.device)
+    emitted = torch.where(column < last, emitted, torch.where(column == last, accepted.bonus[:, None], -1))
+    return accepted, emitted, status
+
+
+def commit(
+    stages: Stages, state: RoundState, output: TargetOutput, accepted: Accepted, emitted: torch.Tensor
+) -> None:
+    """Move the path into the pages, extend the drafter's context, advance the state."""
+    path, n_path = accepted.path, accepted.n_path
+    stages.kernels.commit_kv(
+        stages.latents.pages, output.latents, state.page_table, state.prefix_len, path, n_path
+    )
+    if stages.drafting is not None:
+        assert output.features is not None
+        rows = path.clamp(min=0).long()[..., None].expand(-1, -1, output.features.shape[-1])
+        features = output.features.gather(1, rows)
+        stages.drafting.extend(features, state.page_table, state.prefix_len, n_path)
+    if state.params.counts is not None:
+        live = (emitted >= 0).to(state.params.counts.dtype)
+        state.params.counts.scatter_add_(1, emitted.clamp(min=0).long(), live)
+    state.root = accepted.bonus
+    state.prefix_len = state.prefix_len + n_path
+    limits = state.limits
+    state.limits = Limits(limits.stop_ids, limits.max_new - n_path, limits.context_left - n_path)
