@@ -1,0 +1,45 @@
+"""Random inputs that a narrow dtype holds exactly, so that reference and implementation see the same numbers.
+
+Numpy has no bfloat16: values of 16-bit dtypes live in float32 arrays that are already rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+ITEM_SIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per number of each dtype that a case may name."""
+
+
+def round_to(array: np.ndarray, dtype: str) -> np.ndarray:
+    """`array` rounded to nearest-even in `dtype` (a key of `ITEM_SIZE`), as float64 for float64, else as float32.
+
+    Overflow gives infinity; NaN stays NaN. Raises `ValueError` for an unknown dtype.
+    """
+    if dtype == "float64":
+        return array.astype(np.float64)
+    if dtype == "float32":
+        return array.astype(np.float32)
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return array.astype(np.float16).astype(np.float32)
+    if dtype == "bfloat16":
+        rounded = np.array(array, np.float32, ndmin=1)
+        bits = rounded.view(np.uint32)
+        nan = np.isnan(rounded)  # adding to a NaN's bits could carry into the sign
+        bits += np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        bits &= np.uint32(0xFFFF0000)
+        rounded[nan] = np.nan
+        return rounded.reshape(np.shape(array))
+    raise ValueError(f"unknown dtype `{dtype}`; known: {', '.join(ITEM_SIZE)}")
+
+
+def normal(rng: np.random.Generator, shape: Sequence[int], dtype: str, std: float = 1.0) -> np.ndarray:
+    """Normal numbers rounded to `dtype`; drawn in float32 unless `dtype` is float64, as large cases need."""
+    if dtype == "float64":
+        return rng.standard_normal(shape) * std
+    values = rng.standard_normal(shape, dtype=np.float32)
+    values *= np.float32(std)
+    return round_to(values, dtype)
