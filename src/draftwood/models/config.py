@@ -1,0 +1,191 @@
+"""What the engine knows about a target: `TargetConfig`, read from a Hugging Face folder.
+
+DeepSeek-V3 and Kimi K2 (`deepseek_v3`, `kimi_k2`), plain or inside the `kimi_k25` wrapper of K2.5 and K2.6.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from draftwood.models.errors import ModelError
+from draftwood.models.json_config import LIBRARY_KEYS, FolderConfig, Values, parse, read_json, select
+from draftwood.models.rope import Rope, take_rope
+
+# The HF code builds the two norms inside the attention with its class default, whatever `rms_norm_eps` says;
+# most serving engines use `rms_norm_eps`. The first is what the published weights were exported with.
+REFERENCE_INNER_NORM_EPS = 1e-6
+
+# K2 files name only one of [EOS] and <|im_end|>, not always the one the model ends its turn with.
+KIMI_VOCAB_SIZE, KIMI_EOS = 163840, (163585, 163586)
+
+_IGNORED = LIBRARY_KEYS | {
+    "aux_loss_alpha",  # training losses
+    "seq_aux",
+    "router_aux_loss_coef",
+    "output_router_logits",
+    "ep_size",  # how the trainer spread the experts
+    "head_dim",  # derived from the qk_* sizes
+    "qk_head_dim",
+}
+
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+    "rope_interleave": (True,),
+}
+
+_WRAPPER_IGNORED = LIBRARY_KEYS | {
+    "vision_config",  # text only: the vision tower's tensors are skipped too
+    "ignore_index",
+    "media_placeholder_token_id",
+    "use_unified_vision_chunk",
+    "video_placeholder",
+    "image_token_id",
+}
+
+
+class TargetConfig(FolderConfig):
+    """A DeepSeek-V3 model's numbers, all of them from the folder. Sizes are counts of elements."""
+
+    model_type: Literal["deepseek_v3", "kimi_k2"]
+    wrapped: bool = False  # inside kimi_k25: tensors carry the prefix `language_model.`
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None = None
+    q_lora_rank: PositiveInt | None
+    kv_lora_rank: PositiveInt
+    qk_nope_head_dim: PositiveInt
+    qk_rope_head_dim: PositiveInt = Field(multiple_of=2)
+    v_head_dim: PositiveInt
+    intermediate_size: PositiveInt
+    moe_intermediate_size: PositiveInt
+    first_k_dense_replace: NonNegativeInt
+    n_routed_experts: PositiveInt
+    n_shared_experts: NonNegativeInt | None
+    num_experts_per_tok: PositiveInt
+    n_group: PositiveInt
+    topk_group: PositiveInt
+    norm_topk_prob: bool
+    routed_scaling_factor: PositiveFloat
+    rms_norm_eps: PositiveFloat
+    inner_norm_eps: PositiveFloat = REFERENCE_INNER_NORM_EPS  # q_a_layernorm and kv_a_layernorm
+    rope: Rope
+    max_position_embeddings: PositiveInt
+    tie_word_embeddings: bool = False
+    num_nextn_predict_layers: NonNegativeInt = 0  # MTP layers, not loaded: DFlash drafts instead
+    bos_token_id: NonNegativeInt | None = None
+    eos_token_ids: tuple[NonNegativeInt, ...] = ()
+
+    @classmethod
+    def from_folder(cls, path: str | Path, *, inner_norm_eps: float = REFERENCE_INNER_NORM_EPS) -> Self:
+        """Read `config.json` and, if there, `generation_config.json`. Raises `ModelError` naming the key."""
+        file = Path(path) / "config.json"
+        top = read_json(file)
+        wrapped = top.get("model_type") == "kimi_k25"
+        values = _unwrap(top, file) if wrapped else top
+        _refuse_quantised(values, file)
+        eos = _token_ids(top, file) + _token_ids(values, file)
+        generation = Path(path) / "generation_config.json"
+        if generation.exists():
+            eos += _token_ids(read_json(generation), generation)
+        if values.get("vocab_size") == KIMI_VOCAB_SIZE:
+            eos += KIMI_EOS
+        values = select(values, file, fixed=_FIXED, ignored=_IGNORED | {"eos_token_id"})
+        rope, values = take_rope(values, file)
+        if "num_mtp_layers" in values:
+            values.setdefault("num_nextn_predict_layers", values.pop("num_mtp_layers"))
+        for reserved in ("rope", "wrapped", "inner_norm_eps", "eos_token_ids"):
+            if reserved in values:
+                raise ModelError(
+                    f"{file}: key `{reserved}` is unknown, and an unknown key may change the maths"
+                )
+        added = {
+            "wrapped": wrapped,
+            "rope": rope.model_dump(),
+            "inner_norm_eps": inner_norm_eps,
+            "eos_token_ids": sorted(set(eos)),
+        }
+        return parse(cls, {**values, **added}, file)
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> Self:
+        E, groups = self.n_routed_experts, self.n_group
+        if self.num_key_value_heads not in (None, self.num_attention_heads):
+            raise ValueError(
+                "`num_key_value_heads` must equal `num_attention_heads`: MLA has no grouped heads"
+            )
+        if E % groups or self.topk_group > groups:
+            raise ValueError(
+                "`n_group` must divide `n_routed_experts`, and `topk_group` not exceed `n_group`"
+            )
+        if groups > 1 and E // groups < 2:
+            raise ValueError("a group needs two experts at least: its score is the sum of its best two")
+        if self.num_experts_per_tok > self.topk_group * (E // groups):
+            raise ValueError("`num_experts_per_tok` exceeds the experts in `topk_group` groups")
+        for token in (*self.eos_token_ids, self.bos_token_id or 0):
+            if token >= self.vocab_size:
+                raise ValueError(f"token id {token} (bos or eos) is not below `vocab_size` {self.vocab_size}")
+        return self
+
+    @property
+    def latent_dim(self) -> int:
+        """C: numbers cached per token and layer, the latent (R) and then the rope key (P)."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """(dn + dr)^-1/2, times m(mscale_all_dim)^2 under YaRN: without it K2's scores are off by a factor 2."""
+        scale: float = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        return scale * self.rope.mscale_for(self.rope.mscale_all_dim or 0.0) ** 2
+
+    def is_moe(self, layer: int) -> bool:
+        return layer >= self.first_k_dense_replace
+
+
+def _unwrap(top: Values, file: Path) -> Values:
+    """The text model's keys of a `kimi_k25` file; nothing beside them may be unknown."""
+    text = top.get("text_config")
+    if not isinstance(text, dict):
+        raise ModelError(f"{file}: key `text_config` must be an object in a `kimi_k25` model")
+    _refuse_quantised(top, file)
+    known = _WRAPPER_IGNORED | {
+        "model_type",
+        "text_config",
+        "eos_token_id",
+        "bos_token_id",
+        "tie_word_embeddings",
+    }
+    for key in top:
+        if key not in known:
+            raise ModelError(f"{file}: key `{key}` is unknown, and an unknown key may change the maths")
+    ties = {block["tie_word_embeddings"] for block in (top, text) if "tie_word_embeddings" in block}
+    if len(ties) > 1:
+        raise ModelError(f"{file}: key `tie_word_embeddings` differs between the top level and `text_config`")
+    return text
+
+
+def _refuse_quantised(values: Values, file: Path) -> None:
+    block = values.get("quantization_config")
+    if block is not None:
+        method = block.get("quant_method") if isinstance(block, dict) else block
+        raise ModelError(
+            f"{file}: key `quantization_config`: `{method}` weights are not supported, only bf16 to fp64"
+        )
+
+
+def _token_ids(values: Values, file: Path) -> tuple[int, ...]:
+    """`eos_token_id`: null, one id or a list."""
+    ids = values.get("eos_token_id")
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if not all(type(i) is int for i in ids):
+        raise ModelError(f"{file}: key `eos_token_id` must be a token id or a list of them, got {ids}")
+    return tuple(ids)

@@ -1,0 +1,183 @@
+"""The DFlash drafter: one pass over [anchor, mask, ..., mask] that attends to features of the target.
+
+The context (one feature vector per committed token) enters every layer as extra keys and values, which depend
+on nothing else: they are made once per token and kept in pages. Source: DFlash, arXiv 2602.06036.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from draftwood.kernels.registry import Kernels
+from draftwood.models.drafter_config import DrafterConfig, LayerAttention
+from draftwood.models.layers import MLP, frozen, rms_norm
+from draftwood.models.rope import Rotary, YarnRule, rotate
+from draftwood.models.target import Target
+from draftwood.models.weights import Take, Weights
+
+Context = tuple[Tensor, Tensor, Tensor, Tensor]
+"""What a layer attends to, as `draft_attn` takes it: k_pages, v_pages, page_table, context_len."""
+
+
+class DraftLayer(nn.Module):
+    """One layer; its key and value weights are in the drafter, which makes the context of all layers at once."""
+
+    def __init__(self, config: DrafterConfig, sees: LayerAttention, kernels: Kernels, take: Take) -> None:
+        super().__init__()
+        self.sees, self.attend = sees, kernels.draft_attn
+        self.eps, self.head_dim = config.rms_norm_eps, config.head_dim
+        self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        d = config.hidden_size
+        self.attention_norm = frozen(take("input_layernorm.weight", d))
+        self.mlp_norm = frozen(take("post_attention_layernorm.weight", d))
+        self.q_norm = frozen(take("self_attn.q_norm.weight", config.head_dim))
+        self.o = frozen(take("self_attn.o_proj.weight", d, config.num_attention_heads * config.head_dim))
+        self.mlp = MLP(d, config.intermediate_size, take.under("mlp"))
+
+    def forward(
+        self, x: Tensor, qkv: Tensor, k_norm: Tensor, cos: Tensor, sin: Tensor, context: Context
+    ) -> Tensor:
+        """x [B, S, d] -> [B, S, d]."""
+        h = rms_norm(x, self.attention_norm, self.eps)
+        q, k, v = F.linear(h, qkv).view(*x.shape[:2], -1, self.head_dim).split(self.heads, -2)
+        q = rotate(rms_norm(q, self.q_norm, self.eps), cos, sin)
+        k = rotate(rms_norm(k, k_norm, self.eps), cos, sin)
+        scale = self.head_dim**-0.5
+        o = self.attend(q, *context, k, v, scale, causal=self.sees.causal, window=self.sees.window)
+        x = x + F.linear(o.flatten(-2), self.o)
+        y: Tensor = self.mlp(rms_norm(x, self.mlp_norm, self.eps))
+        return x + y
+
+
+class Drafter(nn.Module):
+    """A DFlash drafter, inference only. Build it with `from_folder`.
+
+    `yarn_rule` and `yarn_reason` say how YaRN's amplitude was chosen; it changes acceptance, never the output.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        take: Take,
+        *,
+        kernels: Kernels,
+        device: torch.device,
+        yarn_rule: YarnRule | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.yarn_rule, self.yarn_reason = config.yarn_rule if yarn_rule is None else (yarn_rule, "asked for")
+        d, hd, L = config.hidden_size, config.head_dim, config.num_hidden_layers
+        q, kv = config.num_attention_heads * hd, config.num_key_value_heads * hd
+        self.fc = frozen(take("fc.weight", d, len(config.target_layer_ids) * d))
+        self.context_norm = frozen(take("hidden_norm.weight", d))
+        self.norm = frozen(take("norm.weight", d))
+        scopes = [take.under(f"layers.{i}") for i in range(L)]
+        self.qkv = frozen(take.empty(L, q + 2 * kv, d))
+        for weight, scope in zip(self.qkv, scopes, strict=True):
+            for name, rows in zip("qkv", weight.split((q, kv, kv)), strict=True):
+                rows.copy_(scope(f"self_attn.{name}_proj.weight", len(rows), d))
+        self.k_norm = frozen(torch.stack([scope("self_attn.k_norm.weight", hd) for scope in scopes]))
+        self.layers = nn.ModuleList(
+            DraftLayer(config, sees, kernels, scope)
+            for sees, scope in zip(config.layers, scopes, strict=True)
+        )
+        self.rotary = Rotary(config.rope, hd, config.rope.amplitude(self.yarn_rule), device)
+
+    @classmethod
+    def from_folder(
+        cls,
+        path: str | Path,
+        *,
+        target: Target,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kernels: Kernels,
+        yarn_rule: YarnRule | None = None,
+    ) -> Self:
+        """Load config and tensors. Raises `ModelError` naming what is wrong, or what does not fit the target."""
+        config = DrafterConfig.from_folder(path)
+        config.check_fits(target.config)
+        weights = Weights(Path(path), own_name, dtype, torch.device(device))
+        drafter = cls(
+            config, Take(weights), kernels=kernels, device=torch.device(device), yarn_rule=yarn_rule
+        )
+        weights.finish()
+        return drafter
+
+    def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (RoPE applied) and values of committed tokens for every layer.
+
+        Args:
+            features: [B, N, K * d], the target's residual stream after the K tapped layers.
+            positions: [B, N] i32, absolute.
+
+        Returns:
+            k, v: each [Ld, B, N, Hkv, hd]. A token's rows depend on that token alone, so any chunking will do.
+        """
+        B, N = positions.shape
+        x = rms_norm(
+            F.linear(features.to(self.fc.dtype), self.fc), self.context_norm, self.config.rms_norm_eps
+        )
+        kv_weight = self.qkv[:, self.config.num_attention_heads * self.config.head_dim :]  # [Ld, 2 Hkv hd, d]
+        kv = torch.matmul(x.view(1, B * N, -1), kv_weight.transpose(1, 2))
+        k, v = kv.view(len(self.layers), B, N, -1, self.config.head_dim).chunk(2, -2)
+        k = F.rms_norm(k, k.shape[-1:], None, self.config.rms_norm_eps) * self.k_norm[:, None, None, None]
+        return rotate(k, *self.rotary(positions, k.dtype)), v
+
+    def forward(
+        self,
+        anchor: Tensor,
+        context_len: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        page_table: Tensor,
+        embed: Callable[[Tensor], Tensor],
+        depth: int | None = None,
+    ) -> Tensor:
+        """Draft one block per row.
+
+        Args:
+            anchor: [B] i32, the newest committed token, at position context_len.
+            context_len: [B] i32, tokens whose K/V are in the pages.
+            k_pages, v_pages: [Ld, n_pages, page, Hkv, hd].
+            page_table: [B, M] i32.
+            embed: the target's `embed`.
+            depth: tokens to draft, at most block_size - 1 (the default); a smaller block is legal, a larger was
+                never trained.
+
+        Returns:
+            [B, depth, d], final norm applied: row i, through the target's `logits`, predicts position
+            context_len + 1 + i.
+        """
+        c = self.config
+        depth = c.block_size - 1 if depth is None else depth
+        if not 1 <= depth < c.block_size:
+            raise ValueError(
+                f"depth must be in 1..{c.block_size - 1} for a block of {c.block_size}, got {depth}"
+            )
+        slots = torch.arange(depth + 1, device=anchor.device, dtype=torch.int32)
+        tokens = torch.where(slots == 0, anchor[:, None], c.mask_token_id)  # [B, S]
+        cos, sin = self.rotary(context_len[:, None] + slots, self.norm.dtype)
+        x = embed(tokens).to(self.norm.dtype)
+        for i, layer in enumerate(self.layers):
+            context = (k_pages[i], v_pages[i], page_table, context_len)
+            x = layer(x, self.qkv[i], self.k_norm[i], cos, sin, context)
+        return rms_norm(x[:, 1:], self.norm, c.rms_norm_eps)
+
+
+_RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+
+
+def own_name(name: str) -> str | None:
+    """A stored tensor's published name: some exports add `model.` or rename the context encoder."""
+    name = name.removeprefix("model.")
+    if name.endswith("rotary_emb.inv_freq"):
+        return None  # computed from the config
+    return _RENAMED.get(name, name)

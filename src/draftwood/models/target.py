@@ -1,0 +1,260 @@
+"""The target: a DeepSeek-V3 decoder whose MLA runs in latent space over a paged prefix and a draft tree.
+
+One forward serves prefill (a chain of slots), plain decoding (one slot) and tree verification. It reads the
+pages, writes nothing into them, and knows neither requests nor sampling. Source: arXiv 2412.19437, section 2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from draftwood.kernels.registry import Kernels
+from draftwood.models.config import REFERENCE_INNER_NORM_EPS, TargetConfig
+from draftwood.models.layers import MLP, frozen, rms_norm
+from draftwood.models.rope import Rotary, rotate
+from draftwood.models.weights import Progress, Take, Weights
+
+
+@dataclass(frozen=True)
+class TreeBatch:
+    """What the slots of a forward may see: each row's committed prefix, and ancestors among the slots."""
+
+    page_table: Tensor  # [B, M] i32
+    prefix_len: Tensor  # [B] i32
+    ancestors: Tensor  # [B, T, W] i64, see `DraftTree`
+    n_slots: Tensor  # [B] i32
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    hidden: Tensor  # [B, T, d], after the final norm
+    latents: Tensor  # [L, B, T, C], what `commit_kv` copies into pages
+    features: (
+        Tensor | None
+    )  # [B, T, len(taps) * d], residual stream after each tapped layer, in the order asked
+
+
+class MLA(nn.Module):
+    """Multi-head latent attention, absorbed: W_UK goes into the query, W_UV into the output."""
+
+    def __init__(self, config: TargetConfig, kernels: Kernels, take: Take) -> None:
+        super().__init__()
+        self.config, self.attend = config, kernels.verify_attn
+        H, R, P = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
+        N, V, d = config.qk_nope_head_dim, config.v_head_dim, config.hidden_size
+        Q = config.q_lora_rank
+        q = take("q_proj.weight", H * (N + P), d) if Q is None else take("q_a_proj.weight", Q, d)
+        kv_a = _half_split(take("kv_a_proj_with_mqa.weight", R + P, d), 1, P)
+        self.kv_norm = frozen(take("kv_a_layernorm.weight", R))
+        if Q is None:
+            q = _half_split(q, H, P)
+        else:
+            self.q_norm = frozen(take("q_a_layernorm.weight", Q))
+            self.q_b = frozen(_half_split(take("q_b_proj.weight", H * (N + P), Q), H, P))
+        self.qkv_a = frozen(torch.cat((q, kv_a)))
+        w_uk, w_uv = take("kv_b_proj.weight", H * (N + V), R).view(H, N + V, R).split((N, V), 1)
+        self.w_uk = frozen(w_uk.contiguous())  # [H, N, R]
+        self.w_uv = frozen(w_uv.transpose(1, 2).contiguous())  # [H, R, V]
+        self.o = frozen(take("o_proj.weight", d, H * V))
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, batch: TreeBatch, latents: Tensor
+    ) -> Tensor:
+        """x [B, T, d] -> [B, T, d]; fills `latents` [B, T, C] of this layer."""
+        c = self.config
+        B, T = x.shape[:2]
+        H, R, P, N = c.num_attention_heads, c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim
+        q, latent, k_rope = F.linear(x, self.qkv_a).split((self.qkv_a.shape[0] - R - P, R, P), -1)
+        if c.q_lora_rank is not None:
+            q = F.linear(rms_norm(q, self.q_norm, c.inner_norm_eps), self.q_b)
+        latent = rms_norm(latent, self.kv_norm, c.inner_norm_eps)
+        torch.cat((latent, rotate(k_rope[:, :, None], cos, sin)[:, :, 0]), -1, out=latents)
+
+        q_nope, q_rope = q.reshape(B, T, H, N + P).split((N, P), -1)
+        q_latent = torch.bmm(q_nope.reshape(B * T, H, N).transpose(0, 1), self.w_uk)  # [H, B T, R]
+        q = torch.cat((q_latent.transpose(0, 1).view(B, T, H, R), rotate(q_rope, cos, sin)), -1)
+        o, _ = self.attend(
+            q,
+            pages,
+            batch.page_table,
+            batch.prefix_len,
+            latents,
+            batch.ancestors,
+            batch.n_slots,
+            c.softmax_scale,
+            value_dim=R,
+        )
+        o = torch.bmm(o.view(B * T, H, R).transpose(0, 1), self.w_uv)  # [H, B T, V]
+        return F.linear(o.transpose(0, 1).reshape(B, T, -1), self.o)
+
+
+class MoE(nn.Module):
+    """Routed experts through the `moe` kernel, plus the shared ones, which are not scaled."""
+
+    def __init__(self, config: TargetConfig, kernels: Kernels, take: Take) -> None:
+        super().__init__()
+        self.config, self.experts = config, kernels.moe
+        E, d, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.gate_up, self.down = map(frozen, _stack_experts(E, d, inner, take.under("experts")))
+        # The router stays in fp32 (fp64 in an fp64 model): near ties decide which experts run.
+        precise = torch.promote_types(self.down.dtype, torch.float32)
+        self.router = frozen(take("gate.weight", E, d, dtype=precise))
+        self.bias = frozen(take("gate.e_score_correction_bias", E, dtype=torch.float32))
+        n_shared = config.n_shared_experts or 0
+        self.shared = MLP(d, inner * n_shared, take.under("shared_experts")) if n_shared else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        c = self.config
+        routed: Tensor = self.experts(
+            x.view(-1, c.hidden_size),
+            self.router,
+            self.bias,
+            self.gate_up,
+            self.down,
+            top_k=c.num_experts_per_tok,
+            n_group=c.n_group,
+            topk_group=c.topk_group,
+            norm_topk_prob=c.norm_topk_prob,
+            scaling=c.routed_scaling_factor,
+        )
+        routed = routed.view(x.shape)
+        return routed if self.shared is None else routed + self.shared(x)
+
+
+class Layer(nn.Module):
+    """x += attention(norm(x)); x += MLP or MoE(norm(x))."""
+
+    def __init__(self, config: TargetConfig, index: int, kernels: Kernels, take: Take) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.attention_norm = frozen(take("input_layernorm.weight", config.hidden_size))
+        self.mlp_norm = frozen(take("post_attention_layernorm.weight", config.hidden_size))
+        self.attention = MLA(config, kernels, take.under("self_attn"))
+        self.mlp: MLP | MoE
+        if config.is_moe(index):
+            self.mlp = MoE(config, kernels, take.under("mlp"))
+        else:
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, take.under("mlp"))
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, batch: TreeBatch, latents: Tensor
+    ) -> Tensor:
+        x = x + self.attention(rms_norm(x, self.attention_norm, self.eps), cos, sin, pages, batch, latents)
+        y: Tensor = self.mlp(rms_norm(x, self.mlp_norm, self.eps))
+        return x + y
+
+
+class Target(nn.Module):
+    """A DeepSeek-V3 model, inference only. Build it with `from_folder`."""
+
+    def __init__(self, config: TargetConfig, take: Take, *, kernels: Kernels, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        V, d = config.vocab_size, config.hidden_size
+        self.embedding = frozen(take("model.embed_tokens.weight", V, d))
+        self.layers = nn.ModuleList(
+            Layer(config, i, kernels, take.under(f"model.layers.{i}"))
+            for i in range(config.num_hidden_layers)
+        )
+        self.norm = frozen(take("model.norm.weight", d))
+        self.head = self.embedding if config.tie_word_embeddings else frozen(take("lm_head.weight", V, d))
+        self.rotary = Rotary(config.rope, config.qk_rope_head_dim, config.rope.amplitude(), device)
+
+    @classmethod
+    def from_folder(
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        kernels: Kernels,
+        progress: Progress | None = None,
+        inner_norm_eps: float = REFERENCE_INNER_NORM_EPS,
+    ) -> Self:
+        """Load config and tensors. Raises `ModelError` naming the key, file or tensor at fault."""
+        config, device = TargetConfig.from_folder(path, inner_norm_eps=inner_norm_eps), torch.device(device)
+        weights = Weights(Path(path), lambda name: own_name(name, config), dtype, device, progress)
+        target = cls(config, Take(weights), kernels=kernels, device=device)
+        weights.finish()
+        return target
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, pages: Tensor, batch: TreeBatch, taps: tuple[int, ...] = ()
+    ) -> TargetOutput:
+        """Run the slots of every row against its prefix.
+
+        Args:
+            tokens, positions: [B, T] i32; slots >= n_slots may hold any token id of the vocabulary.
+            pages: [L, n_pages, page, C], read only.
+            batch: what each slot sees.
+            taps: layers whose output is wanted; the same layer may be asked for twice.
+        """
+        x = self.embed(tokens)
+        cos, sin = self.rotary(positions, x.dtype)
+        latents = x.new_empty(len(self.layers), *tokens.shape, self.config.latent_dim)
+        tapped: dict[int, Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, pages[i], batch, latents[i])
+            if i in taps:
+                tapped[i] = x
+        features = torch.cat([tapped[i] for i in taps], -1) if taps else None
+        return TargetOutput(rms_norm(x, self.norm, self.config.rms_norm_eps), latents, features)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[...] i32 -> [..., d]."""
+        return F.embedding(tokens, self.embedding)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., d], after the final norm -> [..., V] f32."""
+        return F.linear(hidden, self.head).float()
+
+
+def own_name(name: str, config: TargetConfig) -> str | None:
+    """A stored tensor's name without wrapper prefixes; None for what text generation does not need."""
+    if config.wrapped:
+        if name.startswith(("vision_tower.", "mm_projector.")):
+            return None  # text only
+        name = name.removeprefix("language_model.")
+        if name.startswith(("layers.", "embed_tokens.", "norm.")):
+            name = f"model.{name}"  # some re-quantised exports drop the inner prefix
+    if name.endswith("rotary_emb.inv_freq"):
+        return None  # computed from the config
+    if name == "lm_head.weight" and config.tie_word_embeddings:
+        return None  # a copy of the embedding
+    first = config.num_hidden_layers
+    for layer in range(first, first + config.num_nextn_predict_layers):
+        if name.startswith(f"model.layers.{layer}."):
+            return None  # MTP layers
+    return name
+
+
+def _half_split(weight: Tensor, heads: int, rope_dim: int) -> Tensor:
+    """Reorder each head's last `rope_dim` rows from interleaved pairs to half-split, once instead of per token."""
+    per_head = weight.view(heads, -1, weight.shape[-1])
+    fixed, rope = per_head[:, :-rope_dim], per_head[:, -rope_dim:]
+    return torch.cat((fixed, rope[:, 0::2], rope[:, 1::2]), 1).view_as(weight)
+
+
+def _stack_experts(E: int, d: int, inner: int, take: Take) -> tuple[Tensor, Tensor]:
+    """gate_up [E, 2 I, d], gate rows first, and down [E, d, I] from one tensor per expert and projection."""
+    gate_up, down = take.empty(E, 2 * inner, d), take.empty(E, d, inner)
+    for e in range(E):
+        expert = take.under(str(e))
+        gate_up[e, :inner] = expert("gate_proj.weight", inner, d)
+        gate_up[e, inner:] = expert("up_proj.weight", inner, d)
+        down[e] = expert("down_proj.weight", d, inner)
+    return gate_up, down
