@@ -130,7 +130,7 @@ def make(case: Case) -> dict[str, Any]:
 
 
 def check(case: Case, inputs: dict[str, Any]) -> None:
-    q, pages, table, tree_kv = (inputs[k] for k in ("q", "pages", "page_table", "tree_kv"))
+    q, pages, table = (inputs[k] for k in ("q", "pages", "page_table"))
     require(q.ndim == 4, f"`q`: expected [B, T, H, C], got shape {q.shape}")
     B, T, _, C = q.shape
     require(pages.ndim == 3 and pages.shape[2] == C, f"`pages`: expected [n, page, {C}], got {pages.shape}")
