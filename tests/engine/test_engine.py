@@ -1,0 +1,222 @@
+"""The engine as a machine: streaming, batches, pages, logprobs, faults, budgets, statistics."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from draftwood import LLM, SamplingParams
+from draftwood.engine.budget import BudgetController, CostTable
+from draftwood.tree import from_parents
+from support.scripted import ScriptedDrafting
+from support.tiny import TARGET, write_drafter, write_target
+
+PROMPTS = [[3, 4, 5], [6], list(range(1, 38)), [8, 9], [10, 11, 12, 13], [14, 15]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pair")
+    return write_target(root / "target", 7), write_drafter(root / "drafter")
+
+
+@pytest.fixture
+def llm(folders) -> LLM:
+    return LLM(*folders, dtype="float64", max_batch=4, page_size=16, budget=8)
+
+
+def test_stream_adds_up_to_the_output(llm):
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    whole = llm.generate(PROMPTS, params)
+    texts, ids = [""] * len(PROMPTS), [[] for _ in PROMPTS]
+    for event in llm.stream(PROMPTS, params):
+        texts[event.index] += event.text
+        ids[event.index] += event.token_ids
+    assert texts == [o.text for o in whole]
+    assert ids == [o.token_ids for o in whole]
+    assert all(o.text == llm.tokenizer.decode(o.token_ids) for o in whole)
+
+
+def test_one_prompt_or_many_text_or_ids(llm):
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    by_text = llm.generate("t3 t4 t5", params)
+    by_ids = llm.generate([3, 4, 5], params)
+    both = llm.generate(["t3 t4 t5", [6]], params)
+    assert by_text[0].token_ids == by_ids[0].token_ids == both[0].token_ids
+    with pytest.raises(ValueError, match="params: 2 given for 1 prompts"):
+        llm.generate("t3", [params, params])
+
+
+def test_more_prompts_than_places_and_pages(folders):
+    """Requests wait for places and pages; every output equals its solo run; all pages come back."""
+    llm = LLM(*folders, dtype="float64", max_batch=3, page_size=16, n_pages=5, budget=8)
+    params = [SamplingParams(max_new_tokens=5 + 3 * i, ignore_eos=True) for i in range(len(PROMPTS))]
+    together = llm.generate(PROMPTS, params)
+    alone = [llm.generate([p], s)[0] for p, s in zip(PROMPTS, params, strict=True)]
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+    assert max(r.batch for o in together for r in o.rounds) > 1
+    llm.allocator.check_integrity([])
+
+
+def test_a_request_larger_than_the_pool_is_refused(folders):
+    llm = LLM(*folders, page_size=16, n_pages=2)
+    with pytest.raises(ValueError, match="needs 3 cache pages"):
+        llm.generate([[3] * 30], SamplingParams(max_new_tokens=10))
+    llm.allocator.check_integrity([])
+
+
+def test_an_abandoned_stream_gives_its_pages_back(llm):
+    stream = llm.stream(PROMPTS, SamplingParams(max_new_tokens=50, ignore_eos=True))
+    next(stream)
+    assert llm.allocator.n_free < llm.allocator.n_pages
+    stream.close()
+    llm.allocator.check_integrity([])
+
+
+def test_two_streams_of_one_engine_interleave(llm):
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    want = [o.token_ids for o in llm.generate(PROMPTS[:2], params)]
+    streams = [llm.stream([p], params) for p in PROMPTS[:2]]
+    ids = [[], []]
+    live = {0, 1}
+    while live:
+        for i in sorted(live):
+            event = next(streams[i], None)
+            if event is None:
+                live.discard(i)
+            else:
+                ids[i] += event.token_ids
+    assert ids == want
+
+
+@pytest.mark.parametrize("mode", ["plain", "chain", "tree"])
+def test_logprobs(llm, mode):
+    """Of emitted tokens, before temperature and penalties, the same in every mode."""
+    params = SamplingParams(max_new_tokens=9, ignore_eos=True, logprobs=3, temperature=0.7, seed=4, top_k=3)
+    out, silent = llm.generate([[3, 4], [5]], [params, SamplingParams(max_new_tokens=9)], mode=mode)
+    assert silent.logprobs is None
+    assert [t.token_id for t in out.logprobs] == out.token_ids
+    want = llm.generate([[3, 4]], params, mode="plain")[0].logprobs
+    for have, expected in zip(out.logprobs, want, strict=True):
+        assert have.logprob == pytest.approx(expected.logprob, abs=1e-5)
+        assert [t for t, _ in have.top] == [t for t, _ in expected.top]
+        assert len(have.top) == 3
+        assert have.logprob <= have.top[0][1] + 1e-6
+        assert sum(np.exp(lp) for _, lp in have.top) <= 1 + 1e-6
+
+
+def test_nan_logits_end_their_request_and_no_other(llm, monkeypatch):
+    want = llm.generate(PROMPTS, SamplingParams(max_new_tokens=10, ignore_eos=True))
+    original = type(llm.target).logits
+    calls = 0
+
+    def poisoned(self, hidden):
+        nonlocal calls
+        logits = original(self, hidden)
+        if hidden.shape[0] == 4 and hidden.shape[1] == 8 and calls < 1:  # a verify pass of the full batch
+            calls += 1
+            logits[1] = torch.nan
+        return logits
+
+    monkeypatch.setattr(type(llm.target), "logits", poisoned)
+    outputs = llm.generate(PROMPTS, SamplingParams(max_new_tokens=10, ignore_eos=True))
+    assert calls == 1
+    assert outputs[1].finish_reason == "error"
+    assert "finite" in outputs[1].error
+    for i in (0, 2, 3, 4, 5):
+        assert outputs[i].token_ids == want[i].token_ids
+    llm.allocator.check_integrity([])
+
+
+def test_nan_in_the_drafter_costs_speed_only(llm, monkeypatch):
+    want = llm.generate(PROMPTS[:2], SamplingParams(max_new_tokens=10, ignore_eos=True))
+    monkeypatch.setattr(
+        type(llm.drafting),
+        "logits",
+        lambda self, state, depth: torch.full((len(state.root), depth, 40), torch.nan),
+    )
+    outputs = llm.generate(PROMPTS[:2], SamplingParams(max_new_tokens=10, ignore_eos=True))
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in want]
+    assert all(r.slots == 1 for o in outputs for r in o.rounds)
+
+
+def test_records_count_what_happened(llm):
+    plain = llm.generate([[3, 4]], SamplingParams(max_new_tokens=25, ignore_eos=True), mode="plain")[0]
+    llm.drafting = ScriptedDrafting({1: [3, 4, *plain.token_ids]}, TARGET["vocab_size"], "perfect", 4)
+    out = llm.generate(
+        [[3, 4]], SamplingParams(max_new_tokens=25, ignore_eos=True, seed=1), budget=8, trace=True
+    )[0]
+    assert len(plain.rounds) == 25
+    assert len(out.rounds) == 5
+    assert out.tokens_per_round == 5.0
+    for record in out.rounds:
+        assert record.emitted == record.accepted + 1 == 5
+        assert record.slots == len(record.trace.tokens) == 8
+        assert record.trace.emitted[:-1] == [record.trace.tokens[s] for s in record.trace.path[1:]]
+        assert set(record.seconds) == {"draft", "build", "verify", "accept", "commit"}
+    assert set(out.stage_seconds) == {"prefill", "draft", "build", "verify", "accept", "commit"}
+
+
+def test_drafter_context_is_the_same_however_it_was_made(folders):
+    """Prefilled in chunks or committed round by round, the context K/V of a position is the same."""
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    llm = LLM(*folders, dtype="float64", max_batch=1, budget=8)
+    text = [3, 4, 5, *llm.generate([[3, 4, 5]], params)[0].token_ids]
+    n = len(text) - 1  # the last token is in no page
+    grown = llm.drafting.context.kv.flatten(2, 3)[:, :, : 64 * 1].clone()
+    llm = LLM(*folders, dtype="float64", max_batch=1, budget=8, prefill_chunk=7)
+    llm.generate([text], SamplingParams(max_new_tokens=1))
+    prefilled = llm.drafting.context.kv.flatten(2, 3)[:, :, :64]
+    torch.testing.assert_close(grown[:, :, :n], prefilled[:, :, :n], rtol=0, atol=1e-10)
+    assert grown[:, :, :n].abs().amin(dim=(0, 1, 3, 4)).gt(0).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 256])
+def test_prefill_chunks_do_not_matter(folders, chunk):
+    llm = LLM(*folders, dtype="float64", prefill_chunk=chunk, budget=8)
+    want = LLM(*folders, dtype="float64", budget=8)
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    assert llm.generate([PROMPTS[2]], params)[0].token_ids == want.generate([PROMPTS[2]], params)[0].token_ids
+
+
+def tree_of(scores) -> object:
+    n = len(scores)
+    return from_parents(
+        np.arange(n)[None], np.array([[-1] + [0] * (n - 1)]), [n], np.array([scores], np.float32)
+    )
+
+
+def test_budget_takes_what_pays():
+    flat = CostTable(lambda n: 1.0, (1, 2, 4, 8, 16))
+    good = tree_of(np.log([1.0, 0.9, 0.8, 0.7, 0.1, 0.1, 0.1, 0.1]))
+    assert BudgetController(flat, draft_seconds=0.1, max_slots=8).pick(good) == 8  # slots are free
+    steep = CostTable(lambda n: 0.3 * n, (1, 2, 4, 8, 16))
+    assert BudgetController(steep, draft_seconds=0.3, max_slots=8).pick(good) == 4  # only the likely ones pay
+
+
+def test_budget_stops_drafting_where_it_does_not_pay_and_probes_again():
+    steep = CostTable(lambda n: 1.0 * n, (1, 2, 4, 8))
+    controller = BudgetController(steep, draft_seconds=1.0, max_slots=8)
+    bad = tree_of(np.log([1.0, 0.01, 0.01, 0.01]))
+    assert controller.wants_draft()
+    assert controller.pick(bad) == 1
+    pauses = []
+    for _ in range(3):
+        pause = 0
+        while not controller.wants_draft():
+            pause += 1
+        pauses.append(pause)
+        controller.pick(bad)
+    assert pauses == [8, 16, 32]
+    controller._pause = 0
+    controller.pick(tree_of(np.log([1.0, 0.99, 0.98])))
+    assert controller.wants_draft()
+
+
+def test_budget_learns_from_what_was_accepted():
+    controller = BudgetController(CostTable(lambda n: 1.0, (1, 2, 4)), draft_seconds=0.1, max_slots=4)
+    seconds = dict.fromkeys(("draft", "build", "verify", "accept", "commit"), 0.1)
+    for _ in range(200):
+        controller.observe(expected=2.0, accepted=1, seconds=seconds, rows=4)
+    assert controller.calibration == pytest.approx(0.5, abs=0.02)
