@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
@@ -74,7 +75,9 @@ def write_target(folder: Path, seed: int = 0, scale: float = 0.5, **overrides) -
     return folder
 
 
-def write_drafter(folder: Path, target: dict | None = None, seed: int = 1, scale: float = 0.5, **overrides) -> Path:
+def write_drafter(
+    folder: Path, target: dict | None = None, seed: int = 1, scale: float = 0.5, **overrides
+) -> Path:
     """A random DFlash drafter that fits `TARGET | target`; overrides replace keys of `DRAFTER`."""
     target = TARGET | (target or {})
     shared = {
@@ -92,7 +95,7 @@ def write_drafter(folder: Path, target: dict | None = None, seed: int = 1, scale
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """One word per token: "t0", "t1", ..."""
     tokenizer = Tokenizer(WordLevel({f"t{i}": i for i in range(vocab_size)}, unk_token="t0"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.pre_tokenizer, tokenizer.decoder = WhitespaceSplit(), ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
 
 

@@ -161,11 +161,10 @@ class DrafterConfig(FolderConfig):
             self._require(
                 "num_target_layers", self.num_target_layers, target.num_hidden_layers, "num_hidden_layers"
             )
-        last = target.num_hidden_layers - 1
-        if max(self.target_layer_ids) >= last:
+        highest, depth = max(self.target_layer_ids), target.num_hidden_layers
+        if highest >= depth:
             raise ModelError(
-                f"{self.file}: key `target_layer_ids` names layer {max(self.target_layer_ids)}; it must be below {last}, "
-                "the target's last layer, whose output others give with or without the final norm"
+                f"{self.file}: key `target_layer_ids` names layer {highest}; the target has 0..{depth - 1}"
             )
 
     def _require(self, key: str, ours: int, theirs: int, their_key: str) -> None:

@@ -34,7 +34,7 @@ LIBRARY_KEYS = frozenset(
 class FolderConfig(BaseModel):
     """Base of what is read from a folder: immutable, no coercion between types, no unknown key."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -77,6 +77,8 @@ def parse(cls: type[Config], values: Values, file: Path, prefix: str = "") -> Co
             problem = "is unknown, and an unknown key may change the maths"
         elif error["type"] == "missing":
             problem = "is missing"
+        elif not error["loc"]:  # a rule about several keys, which its message names
+            raise ModelError(f"{file}: {error['msg'].removeprefix('Value error, ')}") from e
         else:
             problem = f"is {json.dumps(error['input'])}: {error['msg']}"
-        raise ModelError(f"{file}: key `{key}` {problem}" if key else f"{file}: {error['msg']}") from e
+        raise ModelError(f"{file}: key `{key}` {problem}") from e
