@@ -39,8 +39,8 @@ def moe(
         [N, d] in x's dtype. Equal biased scores go to the smaller expert (or group) index.
 
     Each implementation also offers `route(x, router, bias, top_k=..., ...) -> (weights [N, top_k] f32 (f64 for
-    f64 input), experts [N, top_k] i32)`, the experts ordered by biased score descending. Source: DeepSeek-V3 report, arXiv 2412.19437,
-    section 2.1.2.
+    f64 input), experts [N, top_k] i32)`, the experts ordered by biased score descending.
+    Source: DeepSeek-V3 report, arXiv 2412.19437, section 2.1.2.
     """
     fn = for_array("moe", x, impl)
     return fn(

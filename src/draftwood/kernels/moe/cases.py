@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from draftwood.kernels.case import Case, CaseError, compare_close, make_case, require
+from draftwood.kernels.case import Axis, Case, CaseError, compare_close, make_case, require
 from draftwood.kernels.moe.ref import route
 from draftwood.kernels.rounding import ITEM_SIZE, normal
 
 KERNEL = "moe"
 FLOATS = ("x", "router", "gate_up", "down")
 CACHE = "cold"
-DEFAULTS = {
+DEFAULTS: dict[str, Axis] = {
     "N": 1,
     "E": 64,
     "top_k": 8,
@@ -99,7 +99,7 @@ def check(case: Case, inputs: dict[str, Any]) -> None:
 def flops(case: Case) -> int:
     """The router and each token's chosen experts."""
     N, d = case["N"], case["d"]
-    return 2 * N * d * case["E"] + 2 * N * case["top_k"] * 3 * d * case["I"]
+    return int(2 * N * d * case["E"] + 2 * N * case["top_k"] * 3 * d * case["I"])
 
 
 def bytes_moved(case: Case) -> int:
@@ -152,11 +152,11 @@ def _close_calls(case: Case, x: np.ndarray, router: np.ndarray, bias: np.ndarray
     biased = 1 / (1 + np.exp(-(x.astype(np.float64) @ router.T.astype(np.float64)))) + bias
     groups = np.sort(biased.reshape(len(x), case["n_group"], -1))[:, :, -2:].sum(-1)
 
-    def close(values: np.ndarray) -> np.ndarray:
+    def close(values: np.ndarray) -> Any:
         gap = np.diff(np.sort(values))
-        return ((gap > 0) & (gap < MARGIN)).any(-1)
+        return np.any((gap > 0) & (gap < MARGIN), axis=-1)
 
-    return close(biased) | close(groups)
+    return np.asarray(close(biased) | close(groups))
 
 
 def _experts(rng: np.random.Generator, shape: tuple[int, int, int], dtype: str) -> np.ndarray:

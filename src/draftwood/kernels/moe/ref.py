@@ -66,7 +66,7 @@ def route(
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
+    return np.asarray(1 / (1 + np.exp(-x)))
 
 
 def _descending(x: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from draftwood.kernels.case import Case, compare_close, make_case, require
+from draftwood.kernels.case import Axis, Case, compare_close, make_case, require
 from draftwood.kernels.rounding import ITEM_SIZE, normal, round_to
 from draftwood.kernels.verify_attn import PAGE_SIZES
 from draftwood.tree import from_parents, n_words
@@ -14,7 +14,7 @@ from draftwood.tree import from_parents, n_words
 KERNEL = "verify_attn"
 FLOATS = ("q", "pages", "tree_kv")
 CACHE = "cold"
-DEFAULTS = {
+DEFAULTS: dict[str, Axis] = {
     "B": 1,
     "T": 33,
     "H": 64,
@@ -160,7 +160,7 @@ def flops(case: Case) -> int:
     """Every live slot against the prefix and the whole tree, which its ancestors are at most."""
     prefix_len, n_slots = (a.astype(np.int64) for a in _lengths(case))
     pairs = int((n_slots * (prefix_len + n_slots)).sum())
-    return 2 * case["H"] * (2 * case["R"] + case["P"]) * pairs
+    return int(2 * case["H"] * (2 * case["R"] + case["P"]) * pairs)
 
 
 def bytes_moved(case: Case) -> int:
@@ -169,7 +169,7 @@ def bytes_moved(case: Case) -> int:
     R, C, size = case["R"], case["R"] + case["P"], ITEM_SIZE[case["dtype"]]
     latents = int(prefix_len.sum() + n_slots.sum()) * C
     rows = case["B"] * case["T"] * case["H"]
-    return size * (latents + rows * (C + R)) + (8 if size == 8 else 4) * rows
+    return int(size * (latents + rows * (C + R)) + (8 if size == 8 else 4) * rows)
 
 
 def compare(case: Case, got: Any, want: Any) -> None:
@@ -229,4 +229,4 @@ def _ancestors(rng: np.random.Generator, kind: str, T: int, n_slots: np.ndarray)
         for j in range(n, bits.shape[2] * 64):
             bits[b, :, j // 64] |= np.uint64(1) << np.uint64(j % 64)
         bits[b, n:] = ~np.uint64(0)
-    return bits.view(np.int64)
+    return np.asarray(bits.view(np.int64))
