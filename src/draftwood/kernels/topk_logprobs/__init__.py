@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from draftwood.kernels.registry import for_array
 from draftwood.tree import Array
+
+
+@dataclass(frozen=True)
+class Partial:
+    """What one vocabulary slice of v tokens contributes: c = min(k, v) candidates in order, and its softmax sum."""
+
+    value: Array  # [B, D, c] f32 (f64 for f64 logits), what is ranked
+    ids: Array  # [B, D, c] i32
+    maximum: Array  # [B, D], largest value, -inf if none is finite
+    total: Array  # [B, D], sum of exp(value - maximum) over the slice
 
 
 def topk_logprobs(
@@ -18,7 +30,7 @@ def topk_logprobs(
     """Log-softmax at temperature 1 and its k largest entries per row.
 
     Args:
-        logits: [B, D, V] float. NaN counts as -inf.
+        logits: [B, D, V] float. NaN and infinities count as -inf. They are ranked as fp32 (f64 logits as f64).
         k: 1..V candidates.
         temperature: [B] f32, with seed [B] i64 and position [B, D] i32 (all three or none): noise-coupled
             drafting. A row with temperature > 0 is ranked by x = fp32(logits) / temperature + gumbel(seed,
@@ -27,9 +39,9 @@ def topk_logprobs(
         impl: implementation name; None chooses by the type and device of `logits`.
 
     Returns:
-        lp [B, D, k] f32, descending, and ids [B, D, k] i32. Equal values go to the smaller token id. Rows
-        with fewer than k finite entries are filled with lp = -inf, smaller ids first. A row with no finite
-        entry is all -inf.
+        lp [B, D, k] f32, descending, and ids [B, D, k] i32, ranked before lp is rounded. Equal values go to
+        the smaller token id. Rows with fewer than k finite entries are filled with lp = -inf, smaller ids first.
+        A row with no finite entry is all -inf.
 
     Raises:
         ValueError: k outside 1..V, or some but not all of temperature, seed, position given.
@@ -39,3 +51,17 @@ def topk_logprobs(
     """
     fn = for_array("topk_logprobs", logits, impl)
     return fn(logits, k, temperature=temperature, seed=seed, position=position)  # type: ignore[no-any-return]
+
+
+def check_arguments(
+    V: int, k: int, temperature: Array | None, seed: Array | None, position: Array | None
+) -> None:
+    """Raise `ValueError` as `topk_logprobs` promises."""
+    if not 1 <= k <= V:
+        raise ValueError(f"topk_logprobs: k must be in 1..{V} (the vocabulary), got {k}")
+    given = {"temperature": temperature, "seed": seed, "position": position}
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) not in (0, 3):
+        raise ValueError(
+            f"topk_logprobs: temperature, seed and position go together; missing: {', '.join(missing)}"
+        )

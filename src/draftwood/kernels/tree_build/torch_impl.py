@@ -1,0 +1,96 @@
+"""`tree_build` on the host, for tensors of any device: a heap holds the frontier, one transfer each way per field."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_float
+from heapq import heappop, heappush
+from operator import ge
+
+import numpy as np
+from torch import Tensor
+
+from draftwood.tree import WORD, DraftTree, Status, n_words
+
+_WORD_MASK = (1 << WORD) - 1
+_NEVER = float("-inf")
+
+
+def tree_build(
+    root: Tensor, lp: Tensor, ids: Tensor, budget: Tensor, min_score: Tensor, *, slots: int
+) -> DraftTree:
+    rows = [
+        _build_row(*row, slots)
+        for row in zip(
+            root.tolist(), lp.tolist(), ids.tolist(), budget.tolist(), min_score.tolist(), strict=True
+        )
+    ]
+    W = n_words(slots)
+    words = [[[bits >> (WORD * w) & _WORD_MASK for w in range(W)] for bits in row.ancestors] for row in rows]
+    tree = DraftTree(
+        tokens=np.array([row.tokens for row in rows], np.int32),
+        parents=np.array([row.parents for row in rows], np.int32),
+        depths=np.array([row.depths for row in rows], np.int32),
+        scores=np.array([row.scores for row in rows], np.float32),
+        ancestors=np.array(words, np.uint64).view(np.int64),
+        n_slots=np.array([row.n_slots for row in rows], np.int32),
+        status=np.array([row.status for row in rows], np.int32),
+    )
+    return tree.torch(lp.device)
+
+
+class _Row:
+    """One tree while it grows, inert slots included."""
+
+    def __init__(self, root: int, slots: int, status: Status) -> None:
+        self.tokens = [root] + [0] * (slots - 1)
+        self.parents = [-1] * slots
+        self.depths = [0] * slots
+        self.scores = [0.0] + [_NEVER] * (slots - 1)
+        self.ancestors = [1] + [0] * (slots - 1)
+        self.n_slots = 1
+        self.status = status
+
+
+def _build_row(
+    root: int,
+    lp: list[list[float]],
+    ids: list[list[int]],
+    budget: int,
+    min_score: float,
+    slots: int,
+) -> _Row:
+    row = _Row(root, slots, _fault(lp, ids))
+    if row.status is not Status.SOUND or not lp:
+        return row
+    D, K = len(lp), len(lp[0])
+    frontier = [(-lp[0][0], 0, 0)]  # (-score, parent slot, rank), one offer per slot
+    for slot in range(1, min(budget, slots)):
+        if not frontier:
+            break
+        negated, parent, rank = heappop(frontier)
+        score, depth = -negated, row.depths[parent] + 1
+        if not (score >= min_score and score > _NEVER):
+            break
+        row.tokens[slot], row.parents[slot] = ids[depth - 1][rank], parent
+        row.depths[slot], row.scores[slot] = depth, score
+        row.ancestors[slot] = row.ancestors[parent] | 1 << slot
+        row.n_slots = slot + 1
+        # the fp64 sum of two fp32 numbers, rounded to fp32, is their fp32 sum
+        if rank + 1 < K:
+            sibling = c_float(row.scores[parent] + lp[depth - 1][rank + 1]).value
+            heappush(frontier, (-sibling, parent, rank + 1))
+        if depth < D:
+            heappush(frontier, (-c_float(score + lp[depth][0]).value, slot, 0))
+    return row
+
+
+def _fault(lp: Sequence[list[float]], ids: Sequence[list[int]]) -> Status:
+    for scores in lp:
+        if not (scores[0] <= 0 and all(map(ge, scores, scores[1:]))):  # NaN compares false
+            return Status.BAD_SCORE
+    for scores, tokens in zip(lp, ids, strict=True):
+        live = tokens[: len(scores) - scores.count(_NEVER)]
+        if live and (min(live) < 0 or len(set(live)) < len(live)):
+            return Status.BAD_TOKEN
+    return Status.SOUND
