@@ -29,9 +29,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Accepted:
-    """The tokens emitted by a round are those of path[1:n_path], then the bonus: n_path in all."""
+    """A round emits the tokens of path[1:n_path], then the bonus: n_path in all."""
 
     path: Array  # [B, max_depth + 1] i32 slots, root first, -1 padded
+    emitted: Array  # [B, max_depth + 1] i32 tokens, the bonus last, -1 padded
     n_path: Array  # [B] i32 >= 1
     bonus: Array  # [B] i32, the next root
     done: Array  # [B] i32, `Done`

@@ -12,6 +12,7 @@ def tree_accept(tree: DraftTree, choice: np.ndarray, limits: Limits, *, max_dept
     B = tree.B
     out = Accepted(
         path=np.full((B, max_depth + 1), -1, np.int32),
+        emitted=np.full((B, max_depth + 1), -1, np.int32),
         n_path=np.zeros(B, np.int32),
         bonus=np.zeros(B, np.int32),
         done=np.zeros(B, np.int32),
@@ -20,7 +21,7 @@ def tree_accept(tree: DraftTree, choice: np.ndarray, limits: Limits, *, max_dept
         path = _accepted_slots(tree, choice, b)[: max_depth + 1]
         emitted = [int(tree.tokens[b, slot]) for slot in path[1:]] + [int(choice[b, path[-1]])]
         n, done = _cut(emitted, limits, b)
-        out.path[b, :n] = path[:n]
+        out.path[b, :n], out.emitted[b, :n] = path[:n], emitted[:n]
         out.n_path[b], out.bonus[b], out.done[b] = n, emitted[n - 1], done
     return out
 

@@ -1,4 +1,4 @@
-"""`tree_accept` in torch, on any device: no loop over slots, no transfer."""
+"""`tree_accept` on the host, for tensors of any device: two passes over the slots of each row, in plain integers."""
 
 from __future__ import annotations
 
@@ -8,59 +8,52 @@ from torch import Tensor
 from draftwood.kernels.tree_accept import Accepted, Done, Limits
 from draftwood.tree import WORD, DraftTree, Status
 
+_WORD_MASK = (1 << WORD) - 1
+
 
 def tree_accept(tree: DraftTree, choice: Tensor, limits: Limits, *, max_depth: int) -> Accepted:
-    B, T = choice.shape
-    columns = max_depth + 1
-    accepted = _accepted(tree, choice)  # [B, T] bool
-    rank = accepted.cumsum(1) - 1  # of an accepted slot: its place in the path
-    place = torch.where(accepted, rank, columns).clamp(max=columns)  # the last column takes what is not in it
-    slots = torch.arange(T, device=choice.device).expand(B, T)
-    path = torch.full((B, columns + 1), -1, device=choice.device).scatter(1, place, slots)[:, :columns]
-
-    n_path = (path >= 0).sum(1)
-    end = path.gather(1, n_path[:, None] - 1)
-    emitted = torch.cat([tree.tokens.gather(1, path[:, 1:].clamp(min=0)), path.new_zeros(B, 1).int()], 1)
-    emitted = emitted.scatter(1, n_path[:, None] - 1, choice.gather(1, end))  # [B, columns], n_path of them
-
-    n_path, done = _cut(emitted, n_path, limits)
-    column = torch.arange(columns, device=choice.device)
-    path = path.masked_fill(column >= n_path[:, None], -1)
-    bonus = emitted.gather(1, n_path[:, None] - 1).squeeze(1)
-    return Accepted(path.int(), n_path.int(), bonus, done)
+    T, columns = choice.shape[1], max_depth + 1
+    live = tree.n_slots.clamp(1, T).masked_fill(tree.status != Status.SOUND, 1)
+    trees = (tree.tokens, tree.parents, tree.ancestors, choice, live)
+    bounds = (limits.stop_ids, limits.max_new, limits.context_left)
+    rows = []
+    for *row, stop_ids, max_new, context_left in zip(*(a.tolist() for a in (*trees, *bounds)), strict=True):
+        path, emitted = _walk(*row, columns)
+        n, done = _cut(emitted, stop_ids, max(1, max_new), max(1, context_left))
+        rows.append((path[:n] + [-1] * (columns - n), n, emitted[n - 1], int(done)))
+    fields = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True))
+    return Accepted(*(field.to(choice.device) for field in fields))
 
 
-def _accepted(tree: DraftTree, choice: Tensor) -> Tensor:
-    T, W = choice.shape[1], tree.ancestors.shape[2]
-    slot = torch.arange(T, device=choice.device)
-    n = torch.where(tree.status == Status.SOUND, tree.n_slots, 1)
-    live = slot < n[:, None]
-    chosen = choice.gather(1, tree.parents.long().clamp(0, T - 1))
-    match = live & (tree.parents >= 0) & (tree.parents < T) & (tree.tokens == chosen)
-    match[:, 0] = True
-    bits = torch.zeros(*match.shape[:1], W * WORD, dtype=torch.int64, device=choice.device)
-    bits[:, :T] = match
-    words = (bits.view(-1, W, WORD) << torch.arange(WORD, device=choice.device)).sum(2)  # disjoint bits
-    missed = (tree.ancestors & ~words[:, None]).ne(0).any(2)
-    own = (
-        tree.ancestors.gather(2, (slot // WORD).expand(match.shape)[..., None]).squeeze(2) >> slot % WORD & 1
-    )
-    accepted: Tensor = live & ~missed & (own == 1)
-    accepted[:, 0] = True
-    return accepted
+def _walk(
+    tokens: list[int],
+    parents: list[int],
+    ancestors: list[list[int]],
+    choice: list[int],
+    n: int,
+    columns: int,
+) -> tuple[list[int], list[int]]:
+    """The accepted slots, at most `columns`, and the tokens they emit: one each."""
+    match = 1
+    for i in range(1, n):
+        if 0 <= (parent := parents[i]) < len(choice) and tokens[i] == choice[parent]:
+            match |= 1 << i
+    path = [0]
+    for i in range(1, n):
+        if match >> i & 1:
+            needed = sum((word & _WORD_MASK) << WORD * w for w, word in enumerate(ancestors[i]))
+            if needed >> i & 1 and needed & ~match == 0:
+                path.append(i)
+    path = path[:columns]
+    return path, [tokens[i] for i in path[1:]] + [choice[path[-1]]]
 
 
-def _cut(emitted: Tensor, n: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
-    """How many of the n emitted tokens [B, columns] are kept, and `Done`."""
-    max_new, context_left = limits.max_new.clamp(min=1), limits.context_left.clamp(min=1)
-    limit = torch.minimum(max_new, context_left)
-    column = torch.arange(emitted.shape[1], device=emitted.device)
-    stop_ids = limits.stop_ids[:, None, :]
-    is_stop = ((emitted[:, :, None] == stop_ids) & (stop_ids >= 0)).any(2)
-    inside = column < torch.minimum(n, limit)[:, None]
-    first_stop = torch.where(is_stop & inside, column, emitted.shape[1]).amin(1)
-    stopped, full = first_stop < emitted.shape[1], n >= limit
-    ended = torch.where(max_new <= context_left, int(Done.LENGTH), int(Done.CONTEXT))
-    done = torch.where(stopped, int(Done.STOP), torch.where(full, ended, int(Done.RUNNING)))
-    kept = torch.where(stopped, first_stop + 1, torch.minimum(n, limit))
-    return kept, done.int()
+def _cut(emitted: list[int], stop_ids: list[int], max_new: int, context_left: int) -> tuple[int, Done]:
+    """How many of the emitted tokens are kept, and whether the request ends with them."""
+    limit = min(max_new, context_left)
+    for n, token in enumerate(emitted[:limit], start=1):
+        if token >= 0 and token in stop_ids:  # -1 pads
+            return n, Done.STOP
+    if len(emitted) < limit:
+        return len(emitted), Done.RUNNING
+    return limit, Done.LENGTH if max_new <= context_left else Done.CONTEXT
