@@ -80,7 +80,6 @@ class RoundResult:
     tree: DraftTree
     logits: torch.Tensor  # [B, T, V] f32
     accepted: Accepted
-    emitted: torch.Tensor  # [B, D + 1] i32: the n_path tokens emitted, then -1
     status: torch.Tensor  # [B] i32, nonzero: a live slot had no finite logit
 
 
@@ -93,10 +92,10 @@ def decode_round(stages: Stages, state: RoundState, plan: RoundPlan, timer: Time
     with timer("verify"):
         output, logits = verify(stages, state, tree)
     with timer("accept"):
-        accepted, emitted, status = accept(stages, state, plan, tree, logits)
+        accepted, status = accept(stages, state, plan, tree, logits)
     with timer("commit"):
-        commit(stages, state, output, accepted, emitted)
-    return RoundResult(tree, logits, accepted, emitted, status)
+        commit(stages, state, output, accepted)
+    return RoundResult(tree, logits, accepted, status)
 
 
 def draft(stages: Stages, state: RoundState, plan: RoundPlan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,22 +137,15 @@ def verify(stages: Stages, state: RoundState, tree: DraftTree) -> tuple[TargetOu
 
 def accept(
     stages: Stages, state: RoundState, plan: RoundPlan, tree: DraftTree, logits: torch.Tensor
-) -> tuple[Accepted, torch.Tensor, torch.Tensor]:
-    """The target's choices, the path they take through the tree, and the tokens emitted [B, D + 1]."""
+) -> tuple[Accepted, torch.Tensor]:
+    """The path that the target's choices take through the tree, and the status [B] of the choices."""
     position = state.prefix_len[:, None] + tree.depths + 1
     choice, status = stages.kernels.sample(logits, state.params, state.seed, position, tree)
     accepted = stages.kernels.tree_accept(tree, choice, state.limits, max_depth=plan.depth)
-    drafted = tree.tokens.gather(1, accepted.path[:, 1:].clamp(min=0).long())
-    emitted = torch.cat([drafted, state.root[:, None]], dim=1)  # one column more, for the bonus
-    last = accepted.n_path[:, None] - 1
-    column = torch.arange(plan.depth + 1, device=last.device)
-    emitted = torch.where(column < last, emitted, torch.where(column == last, accepted.bonus[:, None], -1))
-    return accepted, emitted, status
+    return accepted, status
 
 
-def commit(
-    stages: Stages, state: RoundState, output: TargetOutput, accepted: Accepted, emitted: torch.Tensor
-) -> None:
+def commit(stages: Stages, state: RoundState, output: TargetOutput, accepted: Accepted) -> None:
     """Move the path into the pages, extend the drafter's context, advance the state."""
     path, n_path = accepted.path, accepted.n_path
     stages.kernels.commit_kv(
@@ -165,8 +157,8 @@ def commit(
         features = output.features.gather(1, rows)
         stages.drafting.extend(features, state.page_table, state.prefix_len, n_path)
     if state.params.counts is not None:
-        live = (emitted >= 0).to(state.params.counts.dtype)
-        state.params.counts.scatter_add_(1, emitted.clamp(min=0).long(), live)
+        live = (accepted.emitted >= 0).to(state.params.counts.dtype)
+        state.params.counts.scatter_add_(1, accepted.emitted.clamp(min=0).long(), live)
     state.root = accepted.bonus
     state.prefix_len = state.prefix_len + n_path
     limits = state.limits

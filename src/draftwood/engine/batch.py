@@ -56,7 +56,7 @@ def to_host(result: RoundResult) -> HostResult:
     n_path, done, n_slots, status = torch.stack(
         [result.accepted.n_path, result.accepted.done, result.tree.n_slots, result.status]
     ).tolist()
-    emitted = [row[:n] for row, n in zip(result.emitted.tolist(), n_path, strict=True)]
+    emitted = [row[:n] for row, n in zip(result.accepted.emitted.tolist(), n_path, strict=True)]
     return HostResult(emitted, [Done(d) for d in done], n_slots, [s != 0 for s in status])
 
 

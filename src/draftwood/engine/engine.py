@@ -273,7 +273,7 @@ def _logprobs(
         return None
     path = result.accepted.path.clamp(min=0).long()
     rows = result.logits.gather(1, path[..., None].expand(-1, -1, result.logits.shape[-1]))  # [B, D + 1, V]
-    emitted = result.emitted.clamp(min=0).long()
+    emitted = result.accepted.emitted.clamp(min=0).long()
     chosen = rows.log_softmax(-1).gather(2, emitted[..., None])[..., 0].tolist()
     lp, ids = (t.tolist() for t in stages.kernels.topk_logprobs(rows, max(most, 1)))
     return [

@@ -20,7 +20,8 @@ def tree_accept(tree: DraftTree, choice: Tensor, limits: Limits, *, max_depth: i
     for *row, stop_ids, max_new, context_left in zip(*(a.tolist() for a in (*trees, *bounds)), strict=True):
         path, emitted = _walk(*row, columns)
         n, done = _cut(emitted, stop_ids, max(1, max_new), max(1, context_left))
-        rows.append((path[:n] + [-1] * (columns - n), n, emitted[n - 1], int(done)))
+        padding = [-1] * (columns - n)
+        rows.append((path[:n] + padding, emitted[:n] + padding, n, emitted[n - 1], int(done)))
     fields = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True))
     return Accepted(*(field.to(choice.device) for field in fields))
 
