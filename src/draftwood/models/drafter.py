@@ -121,14 +121,13 @@ class Drafter(nn.Module):
         Returns:
             k, v: each [Ld, B, N, Hkv, hd]. A token's rows depend on that token alone, so any chunking will do.
         """
-        B, N = positions.shape
-        x = rms_norm(
-            F.linear(features.to(self.fc.dtype), self.fc), self.context_norm, self.config.rms_norm_eps
-        )
-        kv_weight = self.qkv[:, self.config.num_attention_heads * self.config.head_dim :]  # [Ld, 2 Hkv hd, d]
-        kv = torch.matmul(x.view(1, B * N, -1), kv_weight.transpose(1, 2))
-        k, v = kv.view(len(self.layers), B, N, -1, self.config.head_dim).chunk(2, -2)
-        k = F.rms_norm(k, k.shape[-1:], None, self.config.rms_norm_eps) * self.k_norm[:, None, None, None]
+        c = self.config
+        x = rms_norm(F.linear(features.to(self.fc.dtype), self.fc), self.context_norm, c.rms_norm_eps)
+        kv_weight = self.qkv[:, c.num_attention_heads * c.head_dim :]  # [Ld, 2 Hkv hd, d]
+        kv = torch.matmul(x.flatten(0, 1), kv_weight.transpose(1, 2))
+        kv = kv.view(len(self.layers), *positions.shape, 2 * c.num_key_value_heads, c.head_dim)
+        k, v = kv.chunk(2, -2)
+        k = F.rms_norm(k, k.shape[-1:], None, c.rms_norm_eps) * self.k_norm[:, None, None, None]
         return rotate(k, *self.rotary(positions, k.dtype)), v
 
     def forward(
