@@ -46,7 +46,10 @@ def slice_bits(seed: Tensor, position: Tensor, offset: int, size: int) -> Tensor
     """
     block = torch.arange(offset // 4, (offset + size + 3) // 4, device=seed.device)
     words = _blocks(seed[..., None], position[..., None], block)
-    return torch.stack(words, -1).flatten(-2)[..., offset % 4 : offset % 4 + size]
+    bits = torch.empty(*words[0].shape, 4, dtype=torch.int64, device=seed.device)
+    for i, word in enumerate(words):
+        bits[..., i] = word
+    return bits.flatten(-2)[..., offset % 4 : offset % 4 + size]
 
 
 def gumbel_of_bits(bits: Tensor) -> Tensor:

@@ -10,12 +10,17 @@ from draftwood.kernels.sample.params import SampleParams
 from draftwood.tree import WORD, DraftTree, Status
 
 
-def live_slots(tree: DraftTree | None, B: int, T: int, device: torch.device) -> Tensor:
-    """[B, T] bool: the slots in which a token is chosen. The root always is one, also of an unsound tree."""
+def live_counts(tree: DraftTree | None, B: int, T: int, device: torch.device) -> Tensor:
+    """[B]: how many slots choose a token. The root always does, also in an unsound tree."""
     if tree is None:
-        return torch.ones(B, T, dtype=torch.bool, device=device)
-    n = torch.where(tree.status == Status.SOUND, tree.n_slots, 1).clamp(min=1)
-    return torch.arange(T, device=device) < n[:, None]
+        return torch.full((B,), T, device=device)
+    n: Tensor = tree.n_slots.clamp(1, T)
+    return n.masked_fill(tree.status != Status.SOUND, 1)
+
+
+def live_slots(tree: DraftTree | None, B: int, T: int, device: torch.device) -> Tensor:
+    """[B, T] bool: the same as a mask."""
+    return torch.arange(T, device=device) < live_counts(tree, B, T, device)[:, None]
 
 
 def processed(logits: Tensor, params: SampleParams, tree: DraftTree | None, offset: int) -> Tensor:

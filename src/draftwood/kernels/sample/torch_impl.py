@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from draftwood.kernels.noise.torch_impl import gumbel, gumbel_of_bits, slice_bits
 from draftwood.kernels.ordering import NO_CANDIDATE, largest, pack, unpack
-from draftwood.kernels.sample.logits import live_slots, processed
+from draftwood.kernels.sample.logits import live_counts, live_slots, processed
 from draftwood.kernels.sample.params import SampleParams
 from draftwood.tree import DraftTree
 
@@ -45,24 +46,19 @@ def partial(
     """Of logits [B, T, v], the slice from token `offset`; the other arguments are those of the whole vocabulary."""
     B, T, v = logits.shape
     x = processed(logits, params, tree, offset).view(B * T, v)
-    live = live_slots(tree, B, T, logits.device)
-    hot = params.temperature > 0
-    filters = (params.top_k > 0) | (params.top_p < 1) | (params.log_min_p > float("-inf"))
-    greedy, plain, filtered = (
-        (live & kind[:, None]).flatten().nonzero().squeeze(1)
-        for kind in (~hot, hot & ~filters, hot & filters)
-    )
+    greedy, plain, filtered = _rows_by_kind(params, tree, B, T)
     best = torch.full((B * T,), NO_CANDIDATE, device=logits.device)
     if len(greedy):
-        value, index = _rows(x, greedy).max(1)  # the first of equals
+        value, index = _take(x, greedy).max(1)  # the first of equals
         best[greedy] = pack(value, index + offset)
     if len(plain):
         b = plain // T
-        scaled = _rows(x, plain) / params.temperature[b, None]
+        scaled = _take(x, plain) / params.temperature[b, None]
         best[plain] = _noisy_winner(scaled, seed[b], position.flatten()[plain], offset)
+    if len(filtered) == 0:
+        return Partial(best, filtered, x[:0], filtered.new_empty(0, v))
     b = filtered // T
-    scaled = _rows(x, filtered) / params.temperature[b, None]
-    scaled, index = _slice_candidates(scaled, params.top_k[b])
+    scaled, index = _slice_candidates(_take(x, filtered) / params.temperature[b, None], params.top_k[b])
     return Partial(best, filtered, scaled, index + offset)
 
 
@@ -75,7 +71,7 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """Of all slices of the vocabulary, in its order."""
     B, T = position.shape
-    best = torch.stack([p.best for p in partials]).amax(0)
+    best = reduce(torch.maximum, (p.best for p in partials))
     rows = partials[0].rows
     if len(rows):
         x, ids = torch.cat([p.x for p in partials], 1), torch.cat([p.ids for p in partials], 1)
@@ -83,7 +79,7 @@ def merge(
         value, index = _kept(x, params.top_k[b], params.top_p[b], params.log_min_p[b])
         token = ids.gather(1, index)
         noise = gumbel(seed[b, None], position.flatten()[rows, None], token)
-        best[rows] = pack(value + noise, token).amax(1)
+        best = best.index_copy(0, rows, pack(value + noise, token).amax(1))
     value, token = unpack(best.view(B, T))
     found = value > float("-inf")
     choice = torch.where(found, token, 0)
@@ -91,13 +87,27 @@ def merge(
     return choice, status
 
 
-def _rows(x: Tensor, rows: Tensor) -> Tensor:
+def _rows_by_kind(params: SampleParams, tree: DraftTree | None, B: int, T: int) -> list[Tensor]:
+    """Live rows, counted over [B, T] flattened: greedy, unfiltered, filtered."""
+    kinds: tuple[list[int], ...] = ([], [], [])
+    device = params.temperature.device
+    n_live = live_counts(tree, B, T, device)
+    arrays = (params.temperature, params.top_k, params.top_p, params.log_min_p, n_live)
+    rows = zip(*(a.tolist() for a in arrays), strict=True)
+    for b, (temperature, top_k, top_p, log_min_p, n) in enumerate(rows):
+        filters = top_k > 0 or top_p < 1 or log_min_p > float("-inf")
+        which = 0 if temperature == 0 else 2 if filters else 1
+        kinds[which].extend(range(b * T, b * T + n))
+    return [torch.tensor(kind, dtype=torch.int64, device=device) for kind in kinds]
+
+
+def _take(x: Tensor, rows: Tensor) -> Tensor:
     return x if len(rows) == len(x) else x[rows]
 
 
 def _slice_candidates(x: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
     """Values and indices of x [R, v] that can survive top-k; all of them if a row has none."""
-    if len(x) and bool((top_k > 0).all()):
+    if bool((top_k > 0).all()):
         return largest(x, min(x.shape[1], int(top_k.max())))
     return x, torch.arange(x.shape[1], device=x.device).expand(x.shape)
 
@@ -152,7 +162,7 @@ def _inside_top_p(x: Tensor, gap: Tensor, keep: Tensor, top_k: Tensor, top_p: Te
     total = (w * keep).sum(1)
     unlimited = ((top_k <= 0) & (top_p < 1)).nonzero().squeeze(1)
     if len(unlimited):
-        tail = _rows(x, unlimited)
+        tail = _take(x, unlimited)
         total[unlimited] = _fixed_point(tail - tail.amax(1, keepdim=True)).sum(1)
     cut = (top_p.double() * total.double()).long().clamp(min=1)
     return (w.cumsum(1) - w < cut[:, None]) | (top_p == 1)[:, None]

@@ -31,19 +31,12 @@ def small() -> list[Case]:
         {"V": 1000, "k": 1},
     ]
     out = [make_case(KERNEL, DEFAULTS, **s, coupled=c) for s in shapes for c in (0, 1)]
-    for values in ("ties", "holes"):
-        for dtype in ("float32", "bfloat16", "float64"):
-            for coupled in (0, 1):
-                axes = {
-                    "B": 3,
-                    "D": 4,
-                    "V": 300,
-                    "k": 40,
-                    "coupled": coupled,
-                    "values": values,
-                    "dtype": dtype,
-                }
-                out.append(make_case(KERNEL, DEFAULTS, **axes, values=values, dtype=dtype))
+    out += [
+        make_case(KERNEL, DEFAULTS, B=3, D=4, V=300, k=40, coupled=coupled, values=values, dtype=dtype)
+        for values in ("ties", "holes")
+        for dtype in ("float32", "bfloat16", "float64")
+        for coupled in (0, 1)
+    ]
     return out
 
 

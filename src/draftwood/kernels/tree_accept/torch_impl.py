@@ -17,8 +17,9 @@ def tree_accept(tree: DraftTree, choice: Tensor, limits: Limits, *, max_depth: i
     trees = (tree.tokens, tree.parents, tree.ancestors, choice, live)
     bounds = (limits.stop_ids, limits.max_new, limits.context_left)
     rows = []
-    for *row, stop_ids, max_new, context_left in zip(*(a.tolist() for a in (*trees, *bounds)), strict=True):
-        path, emitted = _walk(*row, columns)
+    for row in zip(*(a.tolist() for a in (*trees, *bounds)), strict=True):
+        tokens, parents, ancestors, chosen, n_live, stop_ids, max_new, context_left = row
+        path, emitted = _walk(tokens, parents, ancestors, chosen, n_live, columns)
         n, done = _cut(emitted, stop_ids, max(1, max_new), max(1, context_left))
         padding = [-1] * (columns - n)
         rows.append((path[:n] + padding, emitted[:n] + padding, n, emitted[n - 1], int(done)))
