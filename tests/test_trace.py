@@ -206,29 +206,33 @@ def test_unwritable_path_is_named(tmp_path):
     assert list(tmp_path.parent.glob(f".{tmp_path.name}.*")) == []
 
 
+PROBE = """<script>
+document.body.dataset.probe = JSON.stringify([null, "ArrowRight", "ArrowRight", "Home"].map((key) => {
+  if (key) dispatchEvent(new KeyboardEvent("keydown", { key }));
+  const nodes = [...document.querySelectorAll("#tree g")];
+  return [document.getElementById("heading").textContent, nodes.map((g) => g.getAttribute("class")).sort()];
+}));
+</script></body>"""
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
-@pytest.mark.parametrize(
-    ("number", "kinds"),
-    [
-        (1, ["bonus", "root"]),
-        (2, ["accepted", "accepted", "bonus", "rejected", "rejected", "root"]),
-        (3, ["accepted", "bonus", "rejected", "rejected", "root"]),
-    ],
-)
-def test_browser_draws_the_round_of_the_hash(tmp_path, number, kinds):
+def test_browser_draws_the_round_of_the_hash_and_follows_the_keys(tmp_path):
     whole = branching().trace
     cut = record(replace(whole, path=whole.path[:2], emitted=whole.emitted[:2]))  # a limit ended it at slot 2
-    path = tmp_path / "run.html"
-    write_trace(path, output_of([plain(2, 3), branching(), cut]), hostile, title="honest")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-component-update"]
-    options += [
-        "--disable-background-networking",
-        "--disable-sync",
-        f"--user-data-dir={tmp_path / 'profile'}",
-    ]
-    command = ["chromium", *options, "--dump-dom", f"{path.as_uri()}#round={number}"]
+    page = write(tmp_path, output_of([plain(2, 3), branching(), cut]), title="honest")
+    path = tmp_path / "probed.html"
+    path.write_text(page.replace("</body>", PROBE), encoding="utf-8")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]
+    command += ["--disable-background-networking", "--disable-component-update"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"{path.as_uri()}#round=2"]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "<title>honest</title>" in dom
-    assert f"Round {number} of 3" in dom
-    classes = re.findall(r'<g class="(\w+)"', dom)
-    assert sorted(classes) == kinds
+    body = next(attributes for tag, attributes in Page(dom).elements if tag == "body")
+    second, third, still_third, first = json.loads(body["data-probe"])
+    assert first == ["Round 1 of 3", ["bonus", "root"]]
+    assert second == [
+        "Round 2 of 3",
+        ["accepted", "accepted", "bonus", "rejected", "rejected", "root"],
+    ]
+    assert third == ["Round 3 of 3", ["accepted", "bonus", "rejected", "rejected", "root"]]
+    assert still_third == third
