@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.dflash import PlainDFlash
-from support.tiny import write_drafter, write_target
 
 from draftwood.kernels.registry import load_kernels
 from draftwood.models.drafter import Drafter
 from draftwood.models.errors import ModelError
 from draftwood.models.target import Target
+from support.dflash import PlainDFlash
+from support.tiny import write_drafter, write_target
 
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {
@@ -210,7 +210,12 @@ def test_keys_older_than_the_window_do_not_matter(target, tmp_path):
 @pytest.mark.parametrize("use", [True, False])
 def test_window_by_layer_index(target, tmp_path, use):
     """Without `layer_types`, Qwen3 slides from `max_window_layers` on, if `use_sliding_window`."""
-    overrides = {"num_hidden_layers": 2, "sliding_window": 7, "use_sliding_window": use, "max_window_layers": 1}
+    overrides = {
+        "num_hidden_layers": 2,
+        "sliding_window": 7,
+        "use_sliding_window": use,
+        "max_window_layers": 1,
+    }
     drafter = load(write(tmp_path, overrides), target)
     assert [layer.window for layer in drafter.config.layers] == [None, 7 if use else None]
     assert [layer.causal for layer in drafter.config.layers] == [False, use]
@@ -235,9 +240,10 @@ def test_yarn_amplitude_is_a_switch_with_a_reason(target, tmp_path):
     "rename",
     [
         lambda name: f"model.{name}",
-        lambda name: {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}.get(
-            name, name
-        ),
+        lambda name: {
+            "fc.weight": "encoder.fc.weight",
+            "hidden_norm.weight": "encoder.output_norm_enc.weight",
+        }.get(name, name),
     ],
     ids=["model-prefix", "encoder"],
 )
@@ -252,7 +258,7 @@ def test_other_exports_names(target, tmp_path, rename):
 
 def test_a_drafter_for_another_target_is_refused(target, tmp_path):
     folder = write_drafter(tmp_path, {"hidden_size": 32})
-    with pytest.raises(ModelError, match="`hidden_size` is 32.*24"):
+    with pytest.raises(ModelError, match=r"`hidden_size` is 32.*24"):
         load(folder, target)
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.deepseek import ROPE, YARN, Paged, make_model, save
 
 from draftwood.kernels.registry import load_kernels
 from draftwood.models.target import Target, TreeBatch
 from draftwood.tree import from_parents
+from support.deepseek import ROPE, YARN, Paged, make_model, save
 
 VARIANTS = {
     "plain": {},
@@ -114,7 +114,9 @@ def test_tree_equals_transformers_with_a_tree_mask(targets, variant):
     tree = from_parents([tokens], [parents], [n]).torch()
     state = Paged(target, 32)
     state.feed(PROMPT[:prefix])
-    got = target.logits(state.tree(tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.n_slots).hidden[0])
+    got = target.logits(
+        state.tree(tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.n_slots).hidden[0]
+    )
 
     sees = torch.ones(n, prefix + n, dtype=torch.bool)
     sees[:, prefix:] = torch.tensor([[j in path_to(i, parents) for j in range(n)] for i in range(n)])
@@ -217,7 +219,9 @@ def rewrite(source, folder, rename, config=None, extra=None):
     tensors = {rename(name): t for name, t in load_file(source / "model.safetensors").items()}
     folder.mkdir(exist_ok=True)
     save_file(tensors | (extra or {}), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config or json.loads((source / "config.json").read_text())))
+    (folder / "config.json").write_text(
+        json.dumps(config or json.loads((source / "config.json").read_text()))
+    )
     return folder
 
 
@@ -231,7 +235,9 @@ def test_kimi_k25_wrapper(folders, tmp_path, inner_prefix):
     source = folders("q-lora,groups,yarn")
     text = json.loads((source / "config.json").read_text()) | {"model_type": "kimi_k2"}
     text["rope_scaling"] = {
-        "type" if k == "rope_type" else k: v for k, v in text.pop("rope_parameters").items() if k != "rope_theta"
+        "type" if k == "rope_type" else k: v
+        for k, v in text.pop("rope_parameters").items()
+        if k != "rope_theta"
     }
     text["rope_theta"] = YARN["rope_theta"]
     config = {
@@ -265,7 +271,10 @@ def test_shards(tmp_path):
 def test_mtp_layers_are_left_out(folders, tmp_path):
     source = folders("plain")
     config = json.loads((source / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    mtp = {"model.layers.3.eh_proj.weight": torch.ones(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
+    mtp = {
+        "model.layers.3.eh_proj.weight": torch.ones(2),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3),
+    }
     same_output(load(rewrite(source, tmp_path / "mtp", str, config, mtp)), "plain")
 
 

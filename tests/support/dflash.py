@@ -38,7 +38,9 @@ class PlainDFlash:
         """Complex rotation of (first half) + i (second half); x [N, heads, hd]."""
         half = x.shape[-1] // 2
         angle = positions[:, None, None] * self.frequencies
-        z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.full_like(angle, self.amplitude), angle)
+        z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
+            torch.full_like(angle, self.amplitude), angle
+        )
         return torch.cat((z.real, z.imag), -1)
 
     def hidden(self, features, anchor, embedding, sees, size=None):

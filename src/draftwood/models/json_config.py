@@ -67,11 +67,12 @@ def select(
 
 
 def parse(cls: type[Config], values: Values, file: Path, prefix: str = "") -> Config:
-    """`values` as a `cls`. Raises `ModelError` naming the file and the first wrong key."""
+    """`values` as a `cls`. Raises `ModelError` naming the file and a wrong key."""
     try:
         return cls.model_validate_json(json.dumps(values))
     except ValidationError as e:
-        error = e.errors()[0]
+        # An unknown key first: it is often a misspelling of one that is then missing.
+        error = min(e.errors(), key=lambda error: error["type"] != "extra_forbidden")
         key = prefix + ".".join(str(part) for part in error["loc"])
         if error["type"] == "extra_forbidden":
             problem = "is unknown, and an unknown key may change the maths"
