@@ -5,12 +5,17 @@ Numpy has no bfloat16: values of 16-bit dtypes live in float32 arrays that are a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 ITEM_SIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per number of each dtype that a case may name."""
+
+
+PERIOD = 16_777_213
+"""Prime, so that no two pages or matrices are equal. Drawing more would take longer than the bench it is for."""
 
 
 def round_to(array: np.ndarray, dtype: str) -> np.ndarray:
@@ -37,9 +42,7 @@ def round_to(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def normal(rng: np.random.Generator, shape: Sequence[int], dtype: str, std: float = 1.0) -> np.ndarray:
-    """Normal numbers rounded to `dtype`; drawn in float32 unless `dtype` is float64, as large cases need."""
-    if dtype == "float64":
-        return rng.standard_normal(shape) * std
-    values = rng.standard_normal(shape, dtype=np.float32)
-    values *= np.float32(std)
-    return round_to(values, dtype)
+    """Normal numbers rounded to `dtype`, drawn in float32 unless that is float64; they repeat after `PERIOD`."""
+    size = math.prod(shape)
+    drawn = rng.standard_normal(min(size, PERIOD), np.float64 if dtype == "float64" else np.float32)
+    return np.resize(round_to(drawn * drawn.dtype.type(std), dtype), shape)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from draftwood.kernels.case import Axis, Case, compare_exact, make_case, require
+from draftwood.kernels.poison import ABSURD, scattered_pages
 from draftwood.kernels.rounding import ITEM_SIZE, normal
 
 KERNEL = "commit_kv"
@@ -24,8 +25,6 @@ DEFAULTS: dict[str, Axis] = {
     "skip": 0,  # 1: absurd slots, pages and path lengths among sound ones
     "dtype": "bfloat16",
 }
-
-ABSURD = (-1, 2**31 - 1, -(2**31), 1_000_003, -64)
 
 
 def small() -> list[Case]:
@@ -57,7 +56,8 @@ def make(case: Case) -> dict[str, Any]:
     for b, n in enumerate(n_path):
         path[b, :n] = np.append(0, np.sort(rng.permutation(T - 1)[: n - 1]) + 1)[:n]
         tree_kv[:, b, path[b, :n]] = normal(rng, (L, n, C), case["dtype"])
-    table, pool = _page_table(rng, prefix_len, n_path, page)
+    # only the pages to be written, so that the pool stays small
+    table, pool = scattered_pages(rng, prefix_len // page, -(-(prefix_len + n_path) // page))
     if case["skip"]:
         path[rng.random(path.shape) < 0.3] = rng.choice([T, *ABSURD])
         table[rng.random(table.shape) < 0.2] = rng.choice([pool, *ABSURD])
@@ -125,16 +125,3 @@ def _lengths(case: Case) -> tuple[np.ndarray, np.ndarray]:
         )
         n_path[:] = np.minimum(np.resize((longest, 1, 0, 2, 3), B), longest)
     return prefix_len, n_path
-
-
-def _page_table(
-    rng: np.random.Generator, prefix_len: np.ndarray, n_path: np.ndarray, page: int
-) -> tuple[np.ndarray, int]:
-    """Scattered pages for the positions to be written only, so that the pool stays small; also its size."""
-    first, end = prefix_len // page, -(-(prefix_len + n_path) // page)
-    pool = int((end - first).sum()) + 3
-    ids = rng.permutation(pool).astype(np.int32)
-    table = np.resize(np.array(ABSURD, np.int32), (len(prefix_len), int(end.max()) + 1))
-    for b, (i, j) in enumerate(zip(first, end, strict=True)):
-        table[b, i:j], ids = ids[: j - i], ids[j - i :]
-    return table, pool

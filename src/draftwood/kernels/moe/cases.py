@@ -71,8 +71,8 @@ def make(case: Case) -> dict[str, Any]:
         "x": x,
         "router": router,
         "bias": bias,
-        "gate_up": _experts(rng, (case["E"], 2 * I, d), dtype),
-        "down": _experts(rng, (case["E"], d, I), dtype),
+        "gate_up": normal(rng, (case["E"], 2 * I, d), dtype, std=d**-0.5),
+        "down": normal(rng, (case["E"], d, I), dtype, std=I**-0.5),
         **_options(case),
     }
 
@@ -157,13 +157,3 @@ def _close_calls(case: Case, x: np.ndarray, router: np.ndarray, bias: np.ndarray
         return np.any((gap > 0) & (gap < MARGIN), axis=-1)
 
     return np.asarray(close(biased) | close(groups))
-
-
-def _experts(rng: np.random.Generator, shape: tuple[int, int, int], dtype: str) -> np.ndarray:
-    """Each expert's matrix is the first one's, shifted: drawing them all would take longer than the bench."""
-    E, rows, columns = shape
-    first = normal(rng, (rows * columns,), dtype, std=columns**-0.5)
-    weights = np.empty((E, rows * columns), first.dtype)
-    for e in range(E):
-        weights[e] = np.roll(first, 7919 * e)
-    return weights.reshape(shape)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from draftwood.kernels.case import Axis, Case, compare_close, make_case, require
-from draftwood.kernels.rounding import ITEM_SIZE, normal, round_to
+from draftwood.kernels.poison import live_positions, poison, scattered_pages
+from draftwood.kernels.rounding import ITEM_SIZE, normal
 from draftwood.kernels.verify_attn import PAGE_SIZES
 from draftwood.tree import from_parents, n_words
 
@@ -36,8 +37,6 @@ TOLERANCE = {
 }
 
 RAGGED_PREFIX = (130, 0, 1, 15, 16, 17, 63, 64, 65)
-POISON = (np.nan, np.inf, -np.inf, 3e38)
-BAD_PAGES = (-1, 2**31 - 1, -(2**31), 1_000_003, -64)
 
 
 def small() -> list[Case]:
@@ -108,14 +107,16 @@ def make(case: Case) -> dict[str, Any]:
         case["dtype"],
     )
     prefix_len, n_slots = _lengths(case)
-    page_table, pool = _page_table(rng, prefix_len, page, shared=bool(case["ragged"]))
+    page_table, pool = scattered_pages(rng, prefix_len * 0, -(-prefix_len // page))
+    if case["ragged"]:
+        page_table[prefix_len >= page, 0] = page_table[0, 0]
     pages = normal(rng, (pool, page, C), dtype)
-    pages[~_live_positions(page_table, prefix_len, pool, page)] = _poison(rng, dtype, C)
+    pages[~live_positions(page_table, prefix_len, pool, page)] = poison(rng, C, dtype)
     dead = np.arange(T) >= n_slots[:, None]  # [B, T]
     tree_kv = normal(rng, (B, T, C), dtype)
-    tree_kv[dead] = _poison(rng, dtype, C)
+    tree_kv[dead] = poison(rng, C, dtype)
     q = normal(rng, (B, T, H, C), dtype)
-    q[dead] = _poison(rng, dtype, C)
+    q[dead] = poison(rng, C, dtype)
     return {
         "q": q,
         "pages": pages,
@@ -184,34 +185,6 @@ def _lengths(case: Case) -> tuple[np.ndarray, np.ndarray]:
         prefix_len[:] = np.minimum(np.resize(RAGGED_PREFIX, B), prefix)
         n_slots[:] = np.minimum(np.resize((T, T // 2, 1, T - 1, 0, T, 17, 3), B), T)
     return prefix_len, n_slots
-
-
-def _page_table(
-    rng: np.random.Generator, prefix_len: np.ndarray, page: int, shared: bool
-) -> tuple[np.ndarray, int]:
-    """Scattered pages, and absurd ids past each prefix; also the size of the pool, a few pages more than used."""
-    used = -(-prefix_len // page)
-    pool = int(used.sum()) + 3
-    B, M = len(prefix_len), int(used.max()) + 2
-    ids = rng.permutation(pool).astype(np.int32)
-    table = np.resize(np.array(BAD_PAGES, np.int32), (B, M))
-    for b in range(B):
-        table[b, : used[b]], ids = ids[: used[b]], ids[used[b] :]
-        if shared and prefix_len[b] >= page <= prefix_len[0]:
-            table[b, 0] = table[0, 0]
-    return table, pool
-
-
-def _live_positions(page_table: np.ndarray, prefix_len: np.ndarray, pool: int, page: int) -> np.ndarray:
-    live = np.zeros((pool, page), bool)
-    for b, length in enumerate(prefix_len):
-        position = np.arange(length)
-        live[page_table[b, position // page], position % page] = True
-    return live
-
-
-def _poison(rng: np.random.Generator, dtype: str, C: int) -> np.ndarray:
-    return round_to(rng.choice(POISON, C), dtype)
 
 
 def _ancestors(rng: np.random.Generator, kind: str, T: int, n_slots: np.ndarray) -> np.ndarray:

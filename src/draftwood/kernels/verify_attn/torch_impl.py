@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from draftwood.kernels.paged import gather_prefix, past_end, similar_lengths
+
 
 def verify_attn(
     q: Tensor,
@@ -25,9 +27,7 @@ def verify_attn(
     for a far longer one. Reads lengths on the host, which waits for the device on a GPU.
     """
     lengths, slots = prefix_len.tolist(), n_slots.tolist()
-    groups: dict[int, list[int]] = {}
-    for b, length in enumerate(lengths):
-        groups.setdefault((length >> 6).bit_length(), []).append(b)
+    groups = list(similar_lengths(lengths))
     if len(groups) == 1:
         return _padded_batch(
             q, pages, page_table, lengths, tree_kv, ancestors, slots, scale=scale, value_dim=value_dim
@@ -35,7 +35,7 @@ def verify_attn(
     B, T, H, _ = q.shape
     o = q.new_empty(B, T, H, value_dim)
     lse = q.new_empty(B, T, H, dtype=_wide(q.dtype))
-    for group in groups.values():
+    for group in groups:
         rows = torch.tensor(group, device=q.device)
         o[rows], lse[rows] = _padded_batch(
             q[rows],
@@ -71,12 +71,12 @@ def _padded_batch(
     """All rows at once: keys are max(lengths) prefix positions, then the trees' first max(slots) slots."""
     B, T, H, _ = q.shape
     n_prefix, n = max(lengths), max(1, *slots)
-    keys = _keys(pages, page_table, lengths, tree_kv[:, :n]).to(_wide(q.dtype))
+    keys = gather_prefix(pages, page_table, lengths, tree_kv[:, :n]).to(_wide(q.dtype))
     hidden = _hidden_slots(ancestors[:, :n], n)
     ragged = min(lengths) < n_prefix or min(slots) < n
     if ragged:
-        dead_slot = _past_end(slots, n, q.device)
-        dead_key = torch.cat((_past_end(lengths, n_prefix, q.device), dead_slot), 1)
+        dead_slot = past_end(slots, n, q.device)
+        dead_key = torch.cat((past_end(lengths, n_prefix, q.device), dead_slot), 1)
         keys.masked_fill_(dead_key[..., None], 0)  # a weight of 0 does not cancel NaN
         hidden = pad(hidden, (n_prefix, 0)) | dead_key[:, None] | dead_slot[..., None]
     queries = (q[:, :n].to(keys.dtype) * scale).flatten(1, 2)
@@ -89,25 +89,6 @@ def _padded_batch(
     if n < T:
         o, lse = pad(o, (0, 0, 0, 0, 0, T - n)), pad(lse, (0, 0, 0, T - n), value=-torch.inf)
     return o.to(q.dtype), lse
-
-
-def _keys(pages: Tensor, page_table: Tensor, lengths: list[int], tree: Tensor) -> Tensor:
-    """[B, max(lengths) + n, C]; what lies between a row's length and the longest is whatever the pool holds."""
-    B, n = tree.shape[:2]
-    page, n_prefix = pages.shape[1], max(lengths)
-    n_live = -(-n_prefix // page)
-    ids = page_table.new_zeros(B, -(-(n_prefix + n) // page))  # with room for the tree
-    ids[:, :n_live] = page_table[:, :n_live]
-    if min(lengths) < n_prefix:
-        ids.masked_fill_(_past_end([-(-length // page) for length in lengths], ids.shape[1], ids.device), 0)
-    keys = pages.index_select(0, ids.flatten()).view(B, -1, pages.shape[2])[:, : n_prefix + n]
-    keys[:, n_prefix:] = tree  # over the last page's tail
-    return keys
-
-
-def _past_end(lengths: list[int], size: int, device: torch.device) -> Tensor:
-    """[B, size] bool, true at or past each row's length."""
-    return torch.arange(size, device=device) >= torch.tensor(lengths, device=device)[:, None]
 
 
 def _hidden_slots(ancestors: Tensor, n: int) -> Tensor:
