@@ -39,6 +39,7 @@ def read(**values):
         {"mscale": 0.7},
         {"attention_factor": 1.1},
         {"truncate": False},
+        {"truncate": False, "beta_fast": 1.0},
     ],
 )
 def test_yarn_equals_transformers(dim, changes):

@@ -203,6 +203,15 @@ def test_bfloat16_stays_near(folders):
     assert agree.median() > 0.995
 
 
+def test_the_router_stays_precise(folders):
+    """As stored, in fp32, whatever the model runs in."""
+    source = load_file(folders("plain") / "model.safetensors")
+    moe = load(folders("plain"), torch.bfloat16).layers[1].mlp
+    assert moe.gate_up.dtype == torch.bfloat16
+    assert torch.equal(moe.router, source["model.layers.1.mlp.gate.weight"])
+    assert torch.equal(moe.bias, source["model.layers.1.mlp.gate.e_score_correction_bias"])
+
+
 def test_inner_norm_eps_is_a_switch(folders):
     model = make_model(**VARIANTS["q-lora,groups,yarn"])
     for layer in model.model.layers:
