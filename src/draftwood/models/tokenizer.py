@@ -27,10 +27,10 @@ class Tokenizer:
         self._library.encode_special_tokens = True  # "special tokens are encoded" as plain text
         self._library.no_truncation()
         self._library.no_padding()
-        added = library.get_added_tokens_decoder()
+        added, vocab = library.get_added_tokens_decoder(), library.get_vocab(with_added_tokens=True)
         self._special = {i for i, token in added.items() if token.special}
-        self._bytes = [b""] * self.vocab_size
-        for text, i in library.get_vocab(with_added_tokens=True).items():
+        self._bytes = [b""] * (1 + max(vocab.values()))
+        for text, i in vocab.items():
             self._bytes[i] = added[i].content.encode() if i in added else _token_bytes(text)
 
     @classmethod
@@ -51,7 +51,7 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """One more than the largest id; a model's vocabulary may be larger, padded."""
-        return 1 + max(self._library.get_vocab(with_added_tokens=True).values())
+        return len(self._bytes)
 
     def token_id(self, token: str) -> int:
         """The id of a token given by its exact name, special ones included. Raises `KeyError`."""
