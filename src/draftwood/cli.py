@@ -185,7 +185,7 @@ def _warm_up(llm: LLM, prompt: str) -> None:
 
     params = SamplingParams(max_new_tokens=16, ignore_eos=True, seed=0)
     for mode in (None, "plain"):
-        llm.generate(prompt, params, mode=mode)  # type: ignore[arg-type]
+        llm.generate(prompt, params, mode=mode)
 
 
 def _run(llm: LLM, prompt: str, params: SamplingParams, *, show: bool, trace: bool) -> RequestOutput:

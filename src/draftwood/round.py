@@ -123,7 +123,7 @@ def build(
     budget = torch.full_like(state.root, plan.slots)
     min_score = torch.full_like(state.root, -torch.inf, dtype=torch.float32)
     tree = stages.kernels.tree_build(state.root, lp, ids, budget, min_score, slots=plan.slots)
-    return tree if plan.prune is None else plan.prune(tree)  # type: ignore[no-any-return]
+    return tree if plan.prune is None else plan.prune(tree)
 
 
 def verify(stages: Stages, state: RoundState, tree: DraftTree) -> tuple[TargetOutput, torch.Tensor]:

@@ -196,7 +196,7 @@ def test_budget_takes_what_pays():
 
 
 def test_budget_stops_drafting_where_it_does_not_pay_and_probes_again():
-    steep = CostTable(lambda n: 1.0 * n, (1, 2, 4, 8))
+    steep = CostTable(lambda n: 1.0 + 0.1 * n, (1, 2, 4, 8))
     controller = BudgetController(steep, draft_seconds=1.0, max_slots=8)
     bad = tree_of(np.log([1.0, 0.01, 0.01, 0.01]))
     assert controller.wants_draft()

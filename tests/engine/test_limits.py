@@ -67,7 +67,8 @@ def test_stop_wins_over_length_on_the_same_token(llm, text, mode):
 
 @MODES
 def test_end_tokens_of_the_model_stop_unless_ignored(llm, text, mode, monkeypatch):
-    monkeypatch.setattr(type(llm.target.config), "eos_token_ids", (text[4], text[2]), raising=False)
+    config = llm.target.config.model_copy(update={"eos_token_ids": (text[4], text[2])})
+    monkeypatch.setattr(llm.target, "config", config)
     first = min(text.index(text[4]), text.index(text[2]))
     out = run(llm, text, mode, max_new_tokens=30)
     assert (out.token_ids, out.finish_reason) == (text[: first + 1], "stop")

@@ -115,8 +115,10 @@ def test_scripted_drafters_cover_every_path_and_lose_nothing(tmp_path, sampler):
     for case in range(6):
         prompts = [random_prompt(rng) for _ in range(3)]
         params = [
-            SamplingParams(max_new_tokens=24, seed=50 * case + i, **SAMPLERS[sampler]) for i in range(3)
+            SamplingParams(max_new_tokens=24, ignore_eos=True, seed=50 * case + i, **SAMPLERS[sampler])
+            for i in range(3)
         ]
+        llm.config = llm.config.model_copy(update={"noise_coupled": case % 2 == 0})
         plain = llm.generate(prompts, params, mode="plain")
         texts = {o.seed: o.prompt_token_ids + o.token_ids for o in plain}
         for style in ("perfect", "adversarial", "random"):

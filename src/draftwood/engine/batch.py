@@ -30,7 +30,7 @@ def build_state(
 ) -> RoundState:
     """The state of a batch before its next round; called when the batch's members change."""
 
-    def column(values: list, dtype: torch.dtype) -> torch.Tensor:  # type: ignore[type-arg]
+    def column(values: list, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
     table = np.full((len(requests), max_pages), -1, np.int32)
@@ -96,6 +96,6 @@ def _sample_params(requests: Sequence[Request], vocab_size: int, device: str) ->
     )
 
 
-def _padded(rows: list, fill: float) -> list:  # type: ignore[type-arg]
+def _padded(rows: list, fill: float) -> list:
     width = max(len(row) for row in rows)
     return [row + [fill] * (width - len(row)) for row in rows]

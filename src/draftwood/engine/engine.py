@@ -188,7 +188,7 @@ class Engine:
         self,
         result: RoundResult,
         host: HostResult,
-        logprobs: list[list[TokenLogprob]] | None,
+        logprobs: list[list[TokenLogprob] | None],
         seconds: dict[str, float],
     ) -> list[StreamEvent]:
         tree, path = result.tree.numpy(), result.accepted.path.tolist()
@@ -222,7 +222,7 @@ class Engine:
                     tokens,
                 )
                 record = replace(record, trace=traced)
-            events.append(request.push(tokens, host.done[row], record, logprobs[row] if logprobs else None))
+            events.append(request.push(tokens, host.done[row], record, logprobs[row]))
         return events
 
     def _retire(self) -> None:
@@ -265,23 +265,23 @@ def _chain(size: int) -> DraftTree:
 
 def _logprobs(
     stages: Stages, requests: Sequence[Request], result: RoundResult, host: HostResult
-) -> list[list[TokenLogprob]] | None:
-    """Log-probabilities of the emitted tokens: path rows only; None if no request wants them."""
+) -> list[list[TokenLogprob] | None]:
+    """Log-probabilities of the emitted tokens, path rows only; None for requests that want none."""
     wanted = [r.params.logprobs for r in requests]
     most = max((n for n in wanted if n is not None), default=None)
     if most is None:
-        return None
+        return [None] * len(requests)
     path = result.accepted.path.clamp(min=0).long()
     rows = result.logits.gather(1, path[..., None].expand(-1, -1, result.logits.shape[-1]))  # [B, D + 1, V]
     emitted = result.accepted.emitted.clamp(min=0).long()
     chosen = rows.log_softmax(-1).gather(2, emitted[..., None])[..., 0].tolist()
     lp, ids = (t.tolist() for t in stages.kernels.topk_logprobs(rows, max(most, 1)))
+
+    def at(b: int, j: int, n: int) -> TokenLogprob:
+        top = tuple(zip(ids[b][j][:n], lp[b][j][:n], strict=True))
+        return TokenLogprob(host.emitted[b][j], chosen[b][j], top)
+
     return [
-        [
-            TokenLogprob(
-                token, chosen[b][j], tuple(zip(ids[b][j][: wanted[b]], lp[b][j][: wanted[b]], strict=True))
-            )
-            for j, token in enumerate(host.emitted[b])
-        ]
-        for b in range(len(requests))
+        None if n is None else [at(b, j, n) for j in range(len(host.emitted[b]))]
+        for b, n in enumerate(wanted)
     ]

@@ -13,6 +13,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
+
 KERNELS = (
     "topk_logprobs",
     "tree_build",
@@ -86,10 +88,9 @@ def for_array(kernel: str, array: Any, impl: str | None = None) -> Callable[...,
     """The function for a direct call on `array`: `ref` for numpy, else the choice for the tensor's device."""
     if impl is not None:
         return load(kernel, impl)
-    device = getattr(array, "device", None)
-    if not hasattr(device, "type"):  # numpy arrays have no torch device
+    if isinstance(array, np.ndarray):
         return load(kernel, "ref")
-    return choose(kernel, device.type).function
+    return choose(kernel, array.device.type).function
 
 
 @dataclass(frozen=True)
