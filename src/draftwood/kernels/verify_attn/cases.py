@@ -98,14 +98,8 @@ def bench() -> list[Case]:
 def make(case: Case) -> dict[str, Any]:
     """Inputs in which everything the kernel must not look at is NaN, infinite, huge or an absurd index."""
     rng = case.rng
-    B, T, H, page, C, dtype = (
-        case["B"],
-        case["T"],
-        case["H"],
-        case["page"],
-        case["R"] + case["P"],
-        case["dtype"],
-    )
+    B, T, H, page, dtype = (case[axis] for axis in ("B", "T", "H", "page", "dtype"))
+    C = case["R"] + case["P"]
     prefix_len, n_slots = _lengths(case)
     page_table, pool = scattered_pages(rng, prefix_len * 0, -(-prefix_len // page))
     if case["ragged"]:
