@@ -132,7 +132,7 @@ class CountingList(list):
 
 
 def random_links(rng: np.random.Generator, B: int, T: int) -> dict[str, np.ndarray]:
-    """One in eight valid, half valid but for an entry or two, the rest arbitrary."""
+    """One in ten valid, half valid but for an entry or two, the rest arbitrary."""
     slots = np.arange(T)
     parents = np.where(slots > 0, (rng.random((B, T)) * slots).astype(int), -1)
     n_slots = np.where(rng.random(B) < 0.9, rng.integers(1, T + 1, B), rng.integers(-1, T + 2, B))
@@ -142,10 +142,10 @@ def random_links(rng: np.random.Generator, B: int, T: int) -> dict[str, np.ndarr
         rows = np.flatnonzero(parents[:, slot] >= 0)
         links["next_sibling"][rows, slot] = links["first_child"][rows, parents[rows, slot]]
         links["first_child"][rows, parents[rows, slot]] = slot
-    kind = rng.choice(["valid", "near", "wild"], B, p=[0.125, 0.5, 0.375])[:, None]
+    kind = rng.choice(["valid", "near", "wild"], B, p=[0.1, 0.5, 0.4])[:, None]
     for link in links.values():
         noise = rng.integers(-2, T + 2, (B, T))
-        spoilt = (kind == "wild") | ((kind == "near") & (rng.random((B, T)) < 0.2))
+        spoilt = (kind == "wild") | ((kind == "near") & (rng.random((B, T)) < 0.3))
         link[spoilt] = noise[spoilt]
     tokens = np.where(rng.random((B, 1)) < 0.9, slots + 5, rng.integers(0, 4, (B, T)))
     return {"tokens": tokens, **links, "n_slots": n_slots}

@@ -116,6 +116,31 @@ def test_unfiltered_choice_is_the_largest_perturbed_value(scale):
         np.testing.assert_array_equal(choice[b], perturbed.argmax(-1))
 
 
+@pytest.mark.parametrize("level", [0.0, -1e3, 1e6, 1e7])
+def test_sums_that_round_to_the_same_value_tie(level):
+    """Far from zero fp32 has few values near the top, so several tokens reach the largest sum."""
+    logits = (level + np.random.default_rng(1).normal(0, 1, (1, 64, 800))).astype(F32)
+    position = np.arange(64, dtype=np.int32)[None]
+    perturbed = logits[0] + gumbel(np.int64(0), position[0, :, None], np.arange(800))
+    if level > 0:
+        assert ((perturbed == perturbed.max(-1, keepdims=True)).sum(-1) > 1).any()
+    np.testing.assert_array_equal(both(logits, params(1), position=position)[0][0], perturbed.argmax(-1))
+
+
+def test_filters_belong_to_rows():
+    B = 400
+    kinds = np.arange(B) % 4
+    p = replace(
+        params(B),
+        top_k=np.array([1, 2, 5, 0], np.int32)[kinds],
+        top_p=np.array([1.0, 1.0, 1.0, 0.01], F32)[kinds],
+    )
+    choice = both(np.broadcast_to(LOGITS, (B, 1, 6)), p)[0].ravel()
+    allowed = [{1}, {1, 2}, {1, 2, 3, 4, 5}, {1}]
+    for kind in range(4):
+        assert set(choice[kinds == kind]) == allowed[kind]
+
+
 def test_top_p_cuts_exactly():
     flat = np.zeros((200, 1, 4))
     assert set(both(flat, params(200, top_p=0.5))[0].ravel()) == {0, 1}
@@ -234,6 +259,14 @@ def test_a_row_without_candidate_sets_status():
     assert both([[[1.0]]], banned)[1].tolist() == [1]
     masked = params(1, mask_bits=np.zeros((1, 1, 1), np.int32))
     assert both([[[1.0]]], masked)[1].tolist() == [1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_steps_1_to_3_push_out_of_range_leaves(temperature):
+    banned = {"bias_ids": np.array([[0]], np.int32), "bias_values": np.array([[np.inf]], F32)}
+    assert both([[[1.0, 0.0]]], params(1, temperature, **banned))[0].item() == 1
+    overflow = {"bias_ids": np.array([[0]], np.int32), "bias_values": np.array([[3e38]], F32)}
+    assert both([[[3e38, 0.0]]], params(1, temperature, **overflow))[0].item() == 1
 
 
 def test_padded_slots_choose_zero_and_never_set_status():

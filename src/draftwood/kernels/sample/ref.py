@@ -99,6 +99,7 @@ def _n_live(tree: DraftTree | None, b: int, T: int) -> int:
     return int(np.clip(tree.n_slots[b], 1, T)) if tree.status[b] == Status.SOUND else 1
 
 
+@np.errstate(over="ignore", invalid="ignore")  # what overflows is no candidate
 def _processed(
     row: np.ndarray, params: SampleParams, tree: DraftTree | None, b: int, t: int, ids: np.ndarray
 ) -> np.ndarray:
