@@ -50,10 +50,11 @@ def tree_accept(
         max_depth: D; paths are cut to D drafted tokens.
         impl: implementation name; None chooses by the type and device of `choice`.
 
-    match[0] holds; match[i] iff token[i] equals the choice at its parent. Slot i is accepted iff i < n_slots,
-    bit i is in ancestors[i] and every ancestor bit is a match. The accepted slots, in slot order, are the path;
-    the bonus is the choice at its end. The emitted sequence is cut after the first stop token, else at max_new or
-    context_left: n_path shrinks to the number of tokens kept and the bonus becomes the last one of them.
+    match[0] holds; match[i] iff i < n_slots, the parent is in 0..T-1 and token[i] equals the choice there. The root
+    is accepted; slot i is iff i < n_slots, bit i is in ancestors[i] and every ancestor bit is a match. The accepted
+    slots, in slot order, are the path; the bonus is the choice at its end. The emitted sequence is cut after the
+    first stop token, else at max_new or context_left (LENGTH if both are reached; one token is always kept):
+    n_path shrinks to the number of tokens kept and the bonus becomes the last one of them.
 
     Never reads or writes outside its row and terminates on any input bits.
     """
