@@ -1,0 +1,115 @@
+"""Two stored runs, row by row: ratios, verdicts, and the spread over many runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from draftwood.bench import stats
+from draftwood.bench.catalog import UsageError
+from draftwood.bench.show import shorten, time_text
+from draftwood.bench.store import Row, Run, axes_text, job_key
+
+SAME_FIELDS = ("device",)
+"""Rows that differ in these are not compared unless asked: the difference would not be the code's."""
+
+
+def compare_runs(before: Run, after: Run, across: bool = False) -> list[dict[str, Any]]:
+    """One line per job in both runs: time after over time before. Only rows labelled ok get a verdict.
+
+    Raises `UsageError` when the runs share no job, or differ in device and `across` is not set.
+    """
+    old = {job_key(row): row for row in before.rows}
+    lines = []
+    for row in after.rows:
+        base = old.get(job_key(row))
+        if base is None:
+            continue
+        for name in SAME_FIELDS:
+            if base[name] != row[name] and not across:
+                raise UsageError(
+                    f"`{name}` differs: `{base[name]}` and `{row[name]}`; `--across` compares nevertheless"
+                )
+        lines.append(_line(base, row))
+    if not lines:
+        raise UsageError(f"`{before.path}` and `{after.path}` have no row in common")
+    return lines
+
+
+def _line(base: Row, row: Row) -> dict[str, Any]:
+    line: dict[str, Any] = {k: row[k] for k in ("kernel", "impl", "case", "cache")}
+    line |= {"before": base, "after": row}
+    if base["status"] != "ok" or row["status"] != "ok":
+        return line | {"verdict": "unclear", "note": f"{base['status']} before, {row['status']} after"}
+    a, b = ([stats.value_of(v) for v in r["timings_us"]] for r in (row, base))
+    clocks = (row["clock_mhz"], base["clock_mhz"]) if row.get("clock_mhz") and base.get("clock_mhz") else None
+    return line | {"note": "", **vars(stats.compare(a, b, paired=False, clocks=clocks))}
+
+
+def is_regression(line: Mapping[str, Any], allowed: float) -> bool:
+    """Whether a line is a slowdown, beyond doubt, of more than the fraction `allowed`."""
+    return bool(line["verdict"] == "slower" and line["low"] > 1 + allowed)
+
+
+def comparison_table(lines: Sequence[Mapping[str, Any]]) -> Table:
+    out = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("kernel", "impl", "case", "before us", "after us", "ratio", "interval", "verdict"):
+        out.add_column(name, justify="left" if name in ("kernel", "impl", "case", "verdict") else "right")
+    styles = {"faster": "green", "slower": "bold red", "unclear": "yellow", "same": ""}
+    for line, short in zip(lines, shorten([dict(line) for line in lines]), strict=True):
+        known = "ratio" in line
+        out.add_row(
+            line["kernel"],
+            line["impl"],
+            axes_text(short["case"]),
+            time_text(line["before"]["median_us"]),
+            time_text(line["after"]["median_us"]),
+            f"{line['ratio']:.3f}" if known else "-",
+            f"[{line['low']:.3f}, {line['high']:.3f}]".replace("[", r"\[") if known else "-",
+            line["verdict"] + (f" ({line['note']})" if line["note"] else ""),
+            style=styles[line["verdict"]],
+        )
+    return out
+
+
+def spread(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Of every job that is ok in at least two runs: the range of its medians over the runs, relative to their median.
+
+    `covered` is the share of runs whose stated interval holds the median over all runs.
+    """
+    by_job: dict[Any, list[Row]] = {}
+    for run in runs:
+        for row in run.rows:
+            if row["status"] == "ok":
+                by_job.setdefault(job_key(row), []).append(row)
+    lines = []
+    for rows in by_job.values():
+        if len(rows) < 2:
+            continue
+        medians = [row["median_us"] for row in rows]
+        middle = median(medians)
+        covered = sum(row["low_us"] <= middle <= row["high_us"] for row in rows) / len(rows)
+        line = {k: rows[0][k] for k in ("kernel", "impl", "case")}
+        line |= {"runs": len(rows), "median_us": middle, "covered": covered}
+        lines.append(line | {"spread": (max(medians) - min(medians)) / middle})
+    return lines
+
+
+def spread_table(lines: Sequence[Mapping[str, Any]]) -> Table:
+    out = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("kernel", "impl", "case", "runs", "median us", "spread", "intervals hold it"):
+        out.add_column(name, justify="left" if name in ("kernel", "impl", "case") else "right")
+    for line in shorten([dict(line) for line in lines]):
+        out.add_row(
+            line["kernel"],
+            line["impl"],
+            axes_text(line["case"]),
+            str(line["runs"]),
+            time_text(line["median_us"]),
+            f"{line['spread']:.2%}",
+            f"{line['covered']:.0%}",
+        )
+    return out

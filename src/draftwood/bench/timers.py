@@ -1,0 +1,168 @@
+"""How one call is timed, on a CPU and on a GPU. A timer knows the calls it is given and nothing about kernels.
+
+A timing is microseconds per call. On a CPU: a block of calls of at least a millisecond, or one call after the caches
+were flushed. On a GPU: a CUDA graph between two events; short calls are repeated inside the graph (warm: on the same
+inputs; cold: on as many copies as exceed the L2 twice), long cold ones run alone after a flush.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+Call = Callable[[], Any]
+
+BLOCK_US = 1000.0
+SHORT_US = 50.0
+MOST_COPIES = 512
+PROBE_S = 0.1
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a timer found out before its first timing."""
+
+    estimate_us: float
+    calls: int  # per timing
+    method: str
+    first_s: float  # the first call, compiling included
+    launch_us: float | None = None  # host time to launch one call; None on a CPU
+
+
+class Timer(Protocol):
+    setup: Setup
+
+    def time(self, n: int) -> list[float]:
+        """n timings, after an untimed one."""
+        ...
+
+
+class CpuTimer:
+    """Blocks of `perf_counter_ns`; `flush_bytes` of other memory are written before each call when cold."""
+
+    def __init__(self, call: Call, cold: bool, flush_bytes: int) -> None:
+        self.call = call
+        self.flush = torch.empty(flush_bytes, dtype=torch.uint8) if cold else None
+        first, estimate = _probe(call, lambda: None)
+        calls = 1 if cold else max(1, round(BLOCK_US / estimate + 0.5))
+        self.setup = Setup(estimate, calls, "one call after a flush" if cold else "block of calls", first)
+
+    def time(self, n: int) -> list[float]:
+        call, calls = self.call, range(self.setup.calls)
+        call()
+        timings = []
+        for _ in range(n):
+            if self.flush is not None:
+                self.flush.fill_(1)
+            start = time.perf_counter_ns()
+            for _ in calls:
+                call()
+            timings.append((time.perf_counter_ns() - start) / 1e3 / len(calls))
+        return timings
+
+
+class CudaTimer:
+    """Graph replays between events. `calls(n)` gives n calls, each on its own copy of the inputs."""
+
+    def __init__(
+        self, calls: Callable[[int], Sequence[Call]], cold: bool, l2_bytes: int, input_bytes: int
+    ) -> None:
+        (call,) = calls(1)
+        first, _ = _probe(call, torch.cuda.synchronize)
+        launch = _launch_us(call)
+        self.flush: torch.Tensor | None = None
+        graph = _capture([call])
+        if graph is None:  # say so: the host's time is in the timing
+            self.run, count, method = call, 1, "events, not capturable"
+            estimate = self._estimate()
+        else:
+            self.run, count, method = graph.replay, 1, "graph"
+            estimate = self._estimate()
+            copies = -(-2 * l2_bytes // max(1, input_bytes))
+            rounds = max(1, round(BLOCK_US / estimate))
+            if not cold and rounds > 1:
+                count, method = min(rounds, 1000), "graph of calls"
+                self._graph = _capture([call] * count)
+            elif cold and estimate < SHORT_US and copies <= MOST_COPIES:
+                count, method = copies, f"graph over {copies} copies"
+                self._graph = _capture(list(calls(copies)))
+            else:
+                self._graph = graph
+            assert self._graph is not None
+            self.run = self._graph.replay
+        if cold and count == 1:
+            self.flush = torch.zeros(2 * l2_bytes // 4, dtype=torch.int32, device="cuda")
+            method += " after a flush"
+        self.setup = Setup(estimate, count, method, first, launch)
+
+    def time(self, n: int) -> list[float]:
+        self.run()
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(n)]
+        for start, end in pairs:
+            if self.flush is not None:
+                self.flush.sum()  # read, not written: the timed call must not pay for writing dirty lines back
+            start.record()
+            self.run()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) * 1e3 / self.setup.calls for start, end in pairs]
+
+    def _estimate(self) -> float:
+        self.run()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+        start.record()
+        self.run()
+        end.record()
+        torch.cuda.synchronize()
+        return max(float(start.elapsed_time(end)) * 1e3, 0.5)
+
+
+def _probe(call: Call, wait: Callable[[], None]) -> tuple[float, float]:
+    """Seconds of the first call, and microseconds of one of the next three (fewer where they take long)."""
+    start = time.perf_counter()
+    call()
+    wait()
+    first = time.perf_counter() - start
+    rounds = 1 if first > 5 * PROBE_S else 3  # dear, unless it compiled: one more tells
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        call()
+        wait()
+        best = min(best, time.perf_counter() - start)
+        if best > PROBE_S:
+            break
+    return first, max(best * 1e6, 0.05)
+
+
+def _launch_us(call: Call) -> float:
+    """Host time per call while the device is kept busy by the earlier ones."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    n = 0
+    while n < 20 and (n == 0 or time.perf_counter() - start < PROBE_S / 4):
+        call()
+        n += 1
+    spent = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return spent / n * 1e6
+
+
+def _capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph | None:
+    """The calls as one graph, or None where they cannot be captured (they wait for the device, say)."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+    except RuntimeError as e:
+        if "captur" not in str(e).lower():
+            raise
+        torch.cuda.synchronize()
+        return None
+    return graph

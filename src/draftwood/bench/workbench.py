@@ -1,0 +1,253 @@
+"""Inside the worker: inputs of cases, generated ahead and checked; outputs held against the reference; timers.
+
+Everything here may crash, hang or run out of memory. The worker turns exceptions into replies; the parent process does
+the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import torch
+
+from draftwood.bench.catalog import Catalog, Job, load_file
+from draftwood.bench.device import last_level_cache
+from draftwood.bench.timers import Call, CpuTimer, CudaTimer, Timer
+from draftwood.kernels.case import Case
+from draftwood.kernels.run_case import IN_PLACE, poisoned_memory, to_numpy, to_torch
+
+AHEAD = 4
+"""Cases whose inputs are generated before they are asked for."""
+
+MEMORY_SHARE = 0.5
+"""Of the free memory, for inputs and their copies; the least recently used case makes room."""
+
+
+@dataclass
+class Prepared:
+    """A job ready to be timed."""
+
+    timer: Timer
+    info: dict[str, Any]
+
+
+@dataclass
+class CaseInputs:
+    """One case's inputs, shared by its implementations."""
+
+    arguments: dict[str, Any]  # on the device
+    numpy: dict[str, Any] | None  # kept for the reference only where it runs
+    bytes: int
+    held: int = 0  # with the copies made for cold timing
+    jobs: dict[str, Prepared] = field(default_factory=dict)
+    torch_output: Any = None
+
+
+class Workbench:
+    def __init__(self, catalog: Catalog, device: str, jobs: Sequence[Job]) -> None:
+        self.catalog = catalog
+        self.device = device
+        self.cases: OrderedDict[Case, CaseInputs] = OrderedDict()
+        self.order = list(dict.fromkeys(job.case for job in jobs))
+        self.takers = {case: {job.impl for job in jobs if job.case == case} for case in self.order}
+        self.pool = ThreadPoolExecutor(AHEAD)
+        self.coming: dict[Case, Future[tuple[dict[str, Any], dict[str, Any]]]] = {}
+        self.verified: dict[tuple[str, str, Case], None] = {}
+        self.peers = {impl: load_file(peer.path) for impl, peer in catalog.peers.items()}
+        free = torch.cuda.mem_get_info()[0] if device == "cuda" else _available_ram()
+        self.room = int(free * MEMORY_SHARE)
+        self._look_ahead(0)
+
+    def prepare(self, job: Job, gate: bool) -> dict[str, Any]:
+        """Make the job ready; with `gate`, only if its outputs are right. Raises what the kernel raises."""
+        started = time.perf_counter()
+        inputs = self._inputs(job.case)
+        made = time.perf_counter()
+        checked = self._gate(job, inputs) if gate else ""
+        gated = time.perf_counter()
+        cases = self.catalog.cases(job.kernel)
+        timer = self._timer(job, inputs)
+        setup = timer.setup
+        info = {
+            "bytes": cases.bytes_moved(job.case),
+            "flops": cases.flops(job.case),
+            "checked": checked,
+            "estimate_us": setup.estimate_us,
+            "calls": setup.calls,
+            "method": setup.method,
+            "launch_us": setup.launch_us,
+            "inputs_s": made - started,
+            "gate_s": gated - made,
+            "setup_s": time.perf_counter() - started,
+        }
+        inputs.jobs[job.id] = Prepared(timer, info)
+        return info
+
+    def sample(self, job: Job, n: int) -> list[float]:
+        """n timings; prepares the job first where it is not ready (a new worker, or evicted)."""
+        inputs = self.cases.get(job.case)
+        if inputs is None or job.id not in inputs.jobs:
+            self.prepare(job, gate=False)
+            inputs = self.cases[job.case]
+        self.cases.move_to_end(job.case)
+        return inputs.jobs[job.id].timer.time(n)
+
+    def _inputs(self, case: Case) -> CaseInputs:
+        if case in self.cases:
+            self.cases.move_to_end(case)
+            return self.cases[case]
+        made = self.coming.pop(case, None)
+        arrays, tensors = made.result() if made is not None else self._make(case)
+        if case in self.order:
+            self._look_ahead(self.order.index(case) + 1)
+        size = sum(t.nbytes for t in _tensors(tensors))
+        self._make_room(size)
+        on_device = {k: _map_tensors(v, lambda t: t.to(self.device)) for k, v in tensors.items()}
+        by_ref = "ref" in self.takers.get(case, ()) or case in self.catalog.cases(case.kernel).small()
+        inputs = CaseInputs(on_device, arrays if by_ref else None, size, size)
+        self.cases[case] = inputs
+        return inputs
+
+    def _look_ahead(self, start: int) -> None:
+        for case in self.order[start : start + AHEAD]:
+            if case not in self.cases and case not in self.coming:
+                self.coming[case] = self.pool.submit(self._make, case)
+
+    def _make(self, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Generated and checked inputs: numpy, and tensors on the CPU in the case's dtype."""
+        cases = self.catalog.cases(case.kernel)
+        arrays = cases.make(case)
+        cases.check(case, arrays)
+        dtype = dict(case.axes).get("dtype")
+        return arrays, {
+            k: to_torch(v, "cpu", str(dtype) if dtype is not None and k in cases.FLOATS else None)
+            for k, v in arrays.items()
+        }
+
+    def _make_room(self, size: int) -> None:
+        while self.cases and sum(c.held for c in self.cases.values()) + size > self.room:
+            self.cases.popitem(last=False)
+        if self.device == "cuda" and torch.cuda.mem_get_info()[0] < 2 * size:
+            torch.cuda.empty_cache()
+
+    def _gate(self, job: Job, inputs: CaseInputs) -> str:
+        """Raise `Mismatch` unless the outputs are right. Returns against what they were held: see docs/bench.md."""
+        if job.impl == "ref":
+            return "reference"
+        peer = self.catalog.peers.get(job.impl)
+        if peer is not None and peer.mask is not None:
+            self._call(job, inputs.arguments)()
+            return "unchecked"
+        compare = self.catalog.cases(job.kernel).compare
+        if job.case in self.catalog.cases(job.kernel).small():
+            got = self._poisoned_output(job, inputs.arguments)
+            compare(job.case, got, self._reference(job.case, inputs.numpy))
+            return "ref"
+        if peer is None:
+            self._verify_small(job)
+        got = self._poisoned_output(job, inputs.arguments)
+        if job.impl == "torch":
+            inputs.torch_output = got
+            return "ref at a small size"
+        if "torch" not in self.catalog.implementations(job.kernel):
+            return "ref at a small size" if peer is None else "unchecked"
+        torch_job = Job(job.case, "torch", job.cache)
+        if inputs.torch_output is None:
+            self._verify_small(torch_job)
+            inputs.torch_output = self._poisoned_output(torch_job, inputs.arguments)
+        compare(job.case, got, inputs.torch_output)
+        return "torch at full size"
+
+    def _verify_small(self, job: Job) -> None:
+        """Against the reference, at the small case that has most axes in common with the job's."""
+        cases = self.catalog.cases(job.kernel)
+        wanted = set(job.case.axes)
+        small = max(cases.small(), key=lambda case: len(wanted & set(case.axes)))
+        key = (job.kernel, job.impl, small)
+        if key in self.verified:
+            return
+        arrays, tensors = self._make(small)
+        on_device = {k: _map_tensors(v, lambda t: t.to(self.device)) for k, v in tensors.items()}
+        got = self._poisoned_output(Job(small, job.impl, job.cache), on_device)
+        cases.compare(small, got, self._reference(small, arrays))
+        self.verified[key] = None
+
+    def _reference(self, case: Case, arrays: Mapping[str, Any] | None) -> Any:
+        given = self.catalog.cases(case.kernel).make(case) if arrays is None else arrays
+        arguments = {k: v.copy() if hasattr(v, "copy") else v for k, v in given.items()}
+        out = self.catalog.load(case.kernel, "ref")(**arguments)
+        return arguments[IN_PLACE[case.kernel]] if case.kernel in IN_PLACE else out
+
+    def _poisoned_output(self, job: Job, arguments: Mapping[str, Any]) -> Any:
+        """The output as numpy, of a call whose new memory is poisoned and whose in-place input is a copy."""
+        own = self._own(job, arguments)
+        call = self._call(job, own)
+        with poisoned_memory():
+            out = call()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return to_numpy(own[IN_PLACE[job.kernel]] if job.kernel in IN_PLACE else out)
+
+    def _own(self, job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        written = IN_PLACE.get(job.kernel)
+        return {k: v.clone() if k == written else v for k, v in arguments.items()}
+
+    def _call(self, job: Job, arguments: dict[str, Any]) -> Call:
+        """The job's function on these arguments, as a call without arguments."""
+        if job.impl not in self.peers:
+            function: Callable[..., Any] = self.catalog.load(job.kernel, job.impl)
+            return lambda: function(**arguments)
+        module = self.peers[job.impl]
+        if hasattr(module, "build"):
+            built: Call = module.build(job.case, arguments)
+            return built
+        return lambda: module.run(**arguments)
+
+    def _timer(self, job: Job, inputs: CaseInputs) -> Timer:
+        cold = job.cache == "cold"
+        cache = last_level_cache(self.device)
+        if job.impl == "ref":
+            arrays = (
+                inputs.numpy if inputs.numpy is not None else self.catalog.cases(job.kernel).make(job.case)
+            )
+            function = self.catalog.load(job.kernel, "ref")
+            return CpuTimer(lambda: function(**arrays), cold, 2 * cache)
+        if self.device == "cpu":
+            return CpuTimer(self._call(job, self._own(job, inputs.arguments)), cold, 2 * cache)
+
+        def calls(n: int) -> list[Call]:
+            self._make_room(n * inputs.bytes)
+            sets = [self._own(job, inputs.arguments)]
+            sets += [_map_tensors(inputs.arguments, torch.clone) for _ in range(n - 1)]
+            inputs.held += (n - 1) * inputs.bytes
+            return [self._call(job, s) for s in sets]
+
+        return CudaTimer(calls, cold, cache, inputs.bytes)
+
+
+def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same value with `function` applied to every tensor in it, dictionaries and dataclasses included."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {k: _map_tensors(v, function) for k, v in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{f.name: _map_tensors(getattr(value, f.name), function) for f in fields(value)})
+    return value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _map_tensors(value, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
+    return found
+
+
+def _available_ram() -> int:
+    with open("/proc/meminfo") as f:
+        kib = next(line.split()[1] for line in f if line.startswith("MemAvailable"))
+    return int(kib) << 10

@@ -1,0 +1,122 @@
+"""The measuring process: `python -m draftwood.bench.worker`, JSON lines in on stdin, JSON lines out.
+
+One request, one reply. The first request configures; each of the others is `ceilings`, `prepare` or `sample`. An
+exception becomes a reply with a status; after a device error the reply says `fatal` and the process ends, for a broken
+CUDA context cannot be mended. Whatever kernels print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from draftwood.bench.catalog import Catalog, Job, UsageError
+from draftwood.kernels.case import CaseError, Mismatch
+from draftwood.kernels.registry import KernelUnavailableError
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    _die_with_parent()
+    faulthandler.enable()
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    started = time.perf_counter()
+    config = json.loads(sys.stdin.readline())
+    try:
+        session = Session(config)
+        hello = {"device": session.describe(), "start_s": time.perf_counter() - started}
+    except Exception as e:  # noqa: BLE001 - the parent reports it
+        _reply(replies, {"status": "crash", "detail": _text(e), "fatal": True})
+        return
+    _reply(replies, hello)
+    for line in sys.stdin:
+        reply = session.answer(json.loads(line))
+        _reply(replies, reply)
+        if reply.get("fatal"):
+            return
+
+
+class Session:
+    """State of one worker: the device it measures on and the cases it holds."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        import torch
+
+        from draftwood.bench import device, workbench
+
+        self.device = str(config["device"])
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UsageError("`--device cuda`: torch sees no GPU")
+        catalog = Catalog.of_files(map(Path, config["peers"]), map(Path, config["extra"]))
+        self.bench = workbench.Workbench(catalog, self.device, [Job.from_json(j) for j in config["jobs"]])
+        self.clock = device.clock_reader(self.device)
+        self.actions: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+            "ceilings": lambda r: device.measure_ceilings(self.device, set(r["dtypes"])).to_json(),
+            "prepare": lambda r: self.bench.prepare(Job.from_json(r["job"]), bool(r["gate"])),
+            "sample": self._sample,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        from draftwood.bench import device
+
+        return device.describe(self.device)
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply to one request; never raises."""
+        try:
+            return {"status": "done", **self.actions[request["do"]](request)}
+        except Mismatch as e:
+            return {"status": "wrong", "detail": str(e)}
+        except CaseError as e:
+            return {"status": "invalid", "detail": str(e)}
+        except NotImplementedError as e:
+            return {"status": "skipped", "detail": f"not supported: {e}"}
+        except KernelUnavailableError as e:
+            return {"status": "skipped", "detail": str(e)}
+        except Exception as e:  # noqa: BLE001 - whatever a kernel raises becomes its label
+            return {"status": "crash", "detail": _text(e), "fatal": _is_device_error(e)}
+
+    def _sample(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        timings = self.bench.sample(Job.from_json(request["job"]), int(request["n"]))
+        return {"timings": timings, **self.clock.read()}
+
+
+def _is_device_error(e: Exception) -> bool:
+    """Whether the device context is lost; out of memory is not such an error."""
+    import torch
+
+    if isinstance(e, torch.OutOfMemoryError):
+        return False
+    text = str(e)
+    return "CUDA error" in text or "device-side assert" in text or "illegal memory access" in text
+
+
+def _text(e: Exception) -> str:
+    last = traceback.extract_tb(e.__traceback__)[-1]
+    return f"{type(e).__name__}: {e} ({Path(last.filename).name}:{last.lineno})"
+
+
+def _reply(stream: TextIO, message: Mapping[str, Any]) -> None:
+    stream.write(json.dumps(message) + "\n")
+    stream.flush()
+
+
+def _die_with_parent() -> None:
+    """On Linux the kernel ends this process with its parent, even while a kernel hangs."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
