@@ -255,8 +255,8 @@ def test_keys_in_either_place(tmp_path):
     [
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "Qwen3ForCausalLM"),
-        ({"projector_type": "domino"}, "`projector_type`: `domino`"),
-        ({"dflash_config": {"projector_type": "dspark"}}, "`projector_type`: `dspark`"),
+        ({"projector_type": "domino"}, '`projector_type` is "domino"'),
+        ({"dflash_config": {"projector_type": "dspark"}}, '`projector_type` is "dspark"'),
         ({"dflash_config": {"conv_kernel_size": 2}}, "`conv_kernel_size` belongs to a DFlash2"),
         ({"dflash_config": {"selector_rank": 256}}, "`selector_rank` belongs to a DFlash2"),
         ({"use_swa": True}, "`use_swa` is true"),

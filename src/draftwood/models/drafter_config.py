@@ -25,8 +25,6 @@ _OTHER_FAMILIES = {  # a key that only this family has -> the family
     "conv_group_size": "DFlash2",
     "selector_rank": "DFlash2",
     "selector_top_k": "DFlash2",
-    "markov_rank": "DSpark",
-    "gru_hidden_size": "Domino",
 }
 
 _IGNORED = LIBRARY_KEYS | {
@@ -49,7 +47,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "output_multiplier": (1, None),
     "final_logit_softcapping": (None,),
     "attention_mode": ("gqa", None),
-    "projector_type": ("dflash", None),
+    "projector_type": ("dflash", None),  # Domino and DSpark say so here
 }
 
 
