@@ -195,11 +195,6 @@ def _refuse_other_families(values: Values, file: Path) -> None:
         raise ModelError(
             f'{file}: key `architectures` is {names}; only ["{ARCHITECTURE}"] drafters are supported'
         )
-    projector = values.get("projector_type")
-    if projector not in (None, "dflash"):
-        raise ModelError(
-            f"{file}: key `projector_type`: `{projector}` drafters are not supported, only DFlash"
-        )
     for key, family in _OTHER_FAMILIES.items():
         if values.get(key) is not None:
             raise ModelError(f"{file}: key `{key}` belongs to a {family} drafter; only DFlash is supported")
