@@ -21,7 +21,7 @@ from draftwood.bench import store
 from draftwood.bench.catalog import Catalog, Job, Selection, UsageError, parse_axes, select
 from draftwood.bench.compare import compare_runs, comparison_table, is_regression, spread, spread_table
 from draftwood.bench.countdown import Countdown
-from draftwood.bench.supervisor import Worker, WorkerLost
+from draftwood.bench.supervisor import WorkerLost, worker_of
 
 FOLDER = Path("bench-results")
 DEFAULT_BUDGET_S = 30.0
@@ -96,13 +96,7 @@ def kernels(
         chip = _device(device)
         catalog = Catalog.of_files(peer or (), extra or ())
         jobs = _jobs(catalog, chip, only, axes, impl, tag, suite, limit, cache, vs, once)
-        config = {
-            "device": chip,
-            "jobs": [job.to_json() for job in jobs],
-            "peers": [str(p) for p in peer or ()],
-            "extra": [str(p) for p in extra or ()],
-        }
-        worker = Worker(config)
+        start = worker_of(chip, peer or (), extra or ())
         if resume is not None:
             store.read_run(resume)
             store.cut_torn_line(resume)
@@ -120,7 +114,7 @@ def kernels(
             argv=tuple(sys.argv[1:]),
         )
         with Live(countdown, 1 if once else MIN_VISITS, full_plan=plan) as live:
-            run = Suite(jobs, catalog, options, worker, config, countdown, store.Store(path), live)
+            run = Suite(jobs, catalog, options, start, countdown, store.Store(path), live)
             code = run.run()
         if not plan:
             _print_run(run, path, countdown)

@@ -55,13 +55,14 @@ class Live:
         self.console.print(message, style="yellow")
 
     def plan(self, plan: Plan, states: Mapping[str, State], left_s: float) -> None:
-        self.console.print(plan_table(plan, states, self.min_visits, self.full_plan))
+        console = Console(highlight=False) if self.full_plan else self.console  # asked for: goes to stdout
+        console.print(plan_table(plan, states, self.min_visits, self.full_plan))
         verdict = (
             "fits"
             if not plan.left_out
             else f"{len(plan.left_out)} of {len(plan.fits) + len(plan.left_out)} do not fit"
         )
-        self.console.print(
+        console.print(
             f"least visits of every case: {plan.total_s:.1f} s of the {left_s:.1f} s left: {verdict}",
             style="bold",
         )

@@ -21,10 +21,9 @@ from draftwood.bench import stats, store
 from draftwood.bench.catalog import Catalog, Job
 from draftwood.bench.countdown import Countdown
 from draftwood.bench.planner import LOST, MIN_VISITS, Plan, Progress, Scheduler, make_plan
-from draftwood.bench.supervisor import Worker, WorkerLost
+from draftwood.bench.supervisor import Slot, StartWorker, WorkerLost
 from draftwood.bench.work import Ceilings
 
-START_LIMIT_S = 60.0
 VISIT_US = 5000.0
 MOST_TIMINGS = 5
 STRIKES = 2
@@ -80,21 +79,19 @@ class Suite:
         jobs: Sequence[Job],
         catalog: Catalog,
         options: Options,
-        worker: Worker,
-        config: Mapping[str, Any],
+        start: StartWorker,
         countdown: Countdown,
         out: store.Store,
         watcher: Watcher,
     ) -> None:
         self.jobs, self.catalog, self.options = list(jobs), catalog, options
-        self.worker: Worker | None = worker
-        self.config, self.countdown, self.out, self.watcher = config, countdown, out, watcher
+        self.slot = Slot(start, jobs, countdown.left)
+        self.countdown, self.out, self.watcher = countdown, out, watcher
         self.states = {job.id: State(job) for job in jobs}
         self.rows: list[store.Row] = []
         self.versus: list[dict[str, Any]] = []
-        self.strikes: Counter[tuple[str, str]] = Counter()
+        self.losses: dict[tuple[str, str], list[str]] = {}  # statuses, by kernel and implementation
         self.finished: set[str] = set()
-        self.held: set[str] = set()  # jobs prepared in the present worker
         self.clocks: list[float] = []
         self.seconds: dict[str, float] = {}
         self.min_visits = 1 if options.once else MIN_VISITS
@@ -131,12 +128,8 @@ class Suite:
     # beginning
 
     def _begin(self) -> None:
-        assert self.worker is not None
         self.watcher.phase("starting the worker", 0)
-        hello = self.worker.hello(START_LIMIT_S)
-        if hello.get("status") == "crash":
-            raise WorkerLost("crash", hello["detail"])
-        self.device = hello["device"]
+        self.device = self.slot.hello()["device"]
         self.versions = {**store.versions(), "torch": self.device["torch"], "python": self.device["python"]}
         self.common: dict[str, Any] = {
             "device": self.device["name"],
@@ -148,7 +141,7 @@ class Suite:
             for job in self.jobs
         }
         dtypes = {str(dict(job.case.axes).get("dtype", "float32")) for job in self.jobs}
-        reply = self.worker.ask({"do": "ceilings", "dtypes": sorted(dtypes)}, START_LIMIT_S)
+        reply = self.slot.ask({"do": "ceilings", "dtypes": sorted(dtypes)}, self.countdown.left(), self.jobs)
         if reply.pop("status") != "done":
             raise WorkerLost("crash", f"measuring the ceilings: {reply['detail']}")
         self.ceilings = Ceilings.from_json(reply)
@@ -202,15 +195,15 @@ class Suite:
 
     def _prepare(self, state: State) -> None:
         job = state.job
-        key = (job.kernel, job.impl)
-        if self.strikes[key] >= STRIKES:
-            self._finish(job.id, "crash", f"not tried after {STRIKES} losses of the worker to {job.impl}")
+        losses = self.losses.get((job.kernel, job.impl), [])
+        if len(losses) >= STRIKES:
+            self._finish(job.id, losses[-1], f"not tried after {STRIKES} losses of the worker to {job.impl}")
             return
         reply = self._ask(job, {"do": "prepare", "job": job.to_json(), "gate": True}, self.options.limit_s)
         if reply is None:
             return
         state.info = reply
-        self.held.add(job.id)
+        self.slot.held.add(job.id)
         timing_us = reply["calls"] * reply["estimate_us"]
         if not self.options.once:
             state.timings = max(1, min(MOST_TIMINGS, int(VISIT_US / timing_us))) // 2 * 2 + 1
@@ -218,41 +211,28 @@ class Suite:
         state.progress = Progress(job.id, visit_s)
 
     def _ask(self, job: Job, request: Mapping[str, Any], limit_s: float) -> dict[str, Any] | None:
-        """The worker's reply, or None after labelling the job; the worker is replaced where it was lost."""
-        left = self.countdown.left()
+        """The worker's reply, or None after labelling the job."""
+        rest = [s.job for s in self.states.values() if s.info is None and s.job.id not in self.finished]
         try:
-            worker = self._live_worker()
-            reply = worker.ask(request, max(0.05, min(limit_s, left)))
+            reply = self.slot.ask(request, limit_s, rest)
         except WorkerLost as e:
-            if self.worker is not None:
-                self.worker.stop()
-            self.worker = None
-            self.held.clear()
-            if e.status == "timeout" and left < limit_s:
+            if e.status == "timeout" and self.countdown.left() <= 0:
                 self._finish(job.id, "budget", f"the time ran out while it ran ({e})")
             else:
-                self.strikes[job.kernel, job.impl] += 1
-                self._finish(job.id, e.status, str(e))
+                self._lose(job, e.status, str(e))
             return None
         status = reply.pop("status")
         if status == "done":
             return reply
         if reply.get("fatal"):
-            self.strikes[job.kernel, job.impl] += 1
-            worker.stop()
-            self.worker = None
-            self.held.clear()
-        self._finish(job.id, status, reply["detail"])
+            self._lose(job, status, reply["detail"])
+        else:
+            self._finish(job.id, status, reply["detail"])
         return None
 
-    def _live_worker(self) -> Worker:
-        if self.worker is None:
-            rest = [s.job for s in self.states.values() if s.info is None and s.job.id not in self.finished]
-            self.worker = Worker({**self.config, "jobs": [job.to_json() for job in rest]})
-            hello = self.worker.hello(max(0.05, min(START_LIMIT_S, self.countdown.left())))
-            if hello.get("status") == "crash":
-                raise WorkerLost("crash", hello["detail"])
-        return self.worker
+    def _lose(self, job: Job, status: str, detail: str) -> None:
+        self.losses.setdefault((job.kernel, job.impl), []).append(status)
+        self._finish(job.id, status, detail)
 
     # measuring
 
@@ -299,12 +279,12 @@ class Suite:
         assert state.progress is not None
         assert state.info is not None
         limit = 2.0 + 20 * state.progress.visit_s
-        if state.job.id not in self.held:
+        if state.job.id not in self.slot.held:
             limit += self.options.limit_s + state.info["setup_s"]
         request = {"do": "sample", "job": state.job.to_json(), "n": state.timings}
         reply = self._ask(state.job, request, limit)
         if reply is not None:
-            self.held.add(state.job.id)
+            self.slot.held.add(state.job.id)
         return reply
 
     def _is_slow(self, reply: Mapping[str, Any]) -> bool:
@@ -388,8 +368,7 @@ class Suite:
                 "seconds": self.seconds,
             }
             self.out.append(end)
-        if self.worker is not None:
-            self.worker.stop(grace_s=0.0)
+        self.slot.drop(grace_s=0.0)
 
     @contextmanager
     def _clocked(self, name: str) -> Iterator[None]:

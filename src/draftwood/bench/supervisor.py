@@ -14,11 +14,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from draftwood.bench.catalog import Job
 
 STDERR_LINES = 40
 TERM_GRACE_S = 2.0
+KILL_WAIT_S = 5.0
+"""A process stuck in a driver may outlive SIGKILL; the run does not wait for it."""
 
 
 class WorkerLost(Exception):  # noqa: N818 - an outcome, not an error of this program
@@ -27,6 +32,22 @@ class WorkerLost(Exception):  # noqa: N818 - an outcome, not an error of this pr
     def __init__(self, status: str, detail: str) -> None:
         super().__init__(detail)
         self.status, self.detail = status, detail
+
+
+def worker_of(device: str, peers: Sequence[Path], extra: Sequence[Path]) -> StartWorker:
+    """How to start a worker that will be asked for these jobs, in this order."""
+
+    def start(jobs: Sequence[Job]) -> Worker:
+        return Worker(
+            {
+                "device": device,
+                "jobs": [job.to_json() for job in jobs],
+                "peers": [str(p) for p in peers],
+                "extra": [str(p) for p in extra],
+            }
+        )
+
+    return start
 
 
 class Worker:
@@ -61,7 +82,7 @@ class Worker:
 
     def stop(self, grace_s: float = TERM_GRACE_S) -> None:
         """End the whole process group: SIGTERM, a grace period, SIGKILL."""
-        for sig, wait in ((signal.SIGTERM, grace_s), (signal.SIGKILL, None)):
+        for sig, wait in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_WAIT_S)):
             if self._process.poll() is not None:
                 break
             with contextlib.suppress(ProcessLookupError):
@@ -98,3 +119,56 @@ class Worker:
         self._stderr.seek(0)
         lines = self._stderr.read().decode(errors="replace").splitlines()[-STDERR_LINES:]
         return "\n".join([f"worker ended by {cause}", *lines])
+
+
+StartWorker = Callable[[Sequence[Job]], Worker]
+"""Starts a worker that will be asked for these jobs, in this order, so that it can generate inputs ahead."""
+
+
+class Slot:
+    """The place of the one worker at a time: a lost one is replaced when it is next needed."""
+
+    def __init__(self, start: StartWorker, jobs: Sequence[Job], left: Callable[[], float]) -> None:
+        self._start, self._left = start, left  # left: seconds of the whole run
+        self._worker: Worker | None = start(jobs)
+        self.held: set[str] = set()  # ids of jobs that the present worker has ready
+
+    def hello(self) -> dict[str, Any]:
+        """The first worker's words about its device. Raises `WorkerLost` where it cannot start."""
+        assert self._worker is not None
+        return self._greet(self._worker)
+
+    def ask(self, request: Mapping[str, Any], limit_s: float, rest: Sequence[Job]) -> dict[str, Any]:
+        """The reply, within `limit_s` and what is left of the run; starting a new worker does not count for the former.
+
+        `rest` are the jobs still to be asked for, told to a new worker. Raises `WorkerLost`.
+        """
+        if self._worker is None:
+            self._worker = self._start(rest)
+            self._greet(self._worker)
+        try:
+            reply = self._worker.ask(request, max(0.0, min(limit_s, self._left())))
+        except WorkerLost:
+            self.drop()
+            raise
+        if reply.get("fatal"):
+            self.drop()
+        return reply
+
+    def drop(self, grace_s: float = TERM_GRACE_S) -> None:
+        """End the worker, if there is one."""
+        if self._worker is not None:
+            self._worker.stop(grace_s)
+        self._worker = None
+        self.held.clear()
+
+    def _greet(self, worker: Worker) -> dict[str, Any]:
+        try:
+            hello = worker.hello(max(0.0, self._left()))
+        except WorkerLost:
+            self.drop()
+            raise
+        if "device" not in hello:
+            self.drop()
+            raise WorkerLost("crash", hello["detail"])
+        return hello

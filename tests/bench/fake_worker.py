@@ -1,0 +1,75 @@
+"""A worker without torch: answers in the protocol of the real one, its behaviour named by the implementation.
+
+fast, dear (20 ms), half (half the time of fast), silent (never answers), stubborn (and ignores SIGTERM), dies, slow_clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+
+LOG = os.environ.get("FAKE_WORKER_LOG")
+TIMES = {"half": 500.0, "dear": 20_000.0}
+
+
+def prepare(impl):
+    if impl in ("silent", "stubborn"):
+        if impl == "stubborn":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+    if impl == "dies":
+        print("last words of the worker", file=sys.stderr)
+        os._exit(7)
+    us = TIMES.get(impl, 1000.0)
+    return {
+        "bytes": 1000,
+        "flops": 1000,
+        "checked": "unchecked" if impl.startswith("peer:") else "ref",
+        "estimate_us": us,
+        "calls": 1,
+        "method": "fake",
+        "launch_us": None,
+        "setup_s": 0.0,
+    }
+
+
+def sample(impl, n):
+    us = TIMES.get(impl, 1000.0)
+    time.sleep(us / 1e6)
+    if impl == "suspect":
+        us = 1e-9
+    timings = [us * random.uniform(0.999, 1.001) for _ in range(n)]
+    slow = impl == "slow_clock" and random.random() < 0.2
+    return {
+        "timings": timings,
+        "clock_mhz": 600.0 if slow else 1800.0,
+        "throttle": ["power cap"] if slow else [],
+    }
+
+
+def main():
+    json.loads(sys.stdin.readline())
+    facts = {"name": "fake", "torch": "0", "python": "3", "memory_bytes": 1 << 30}
+    print(json.dumps({"device": facts, "start_s": 0.0}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        impl = request.get("job", {}).get("impl")
+        if LOG and request["do"] == "sample":
+            with open(LOG, "a") as f:
+                f.write(f"{impl}\n")
+        if request["do"] == "ceilings":
+            tflops = {"float32": 1.0}
+            reply = {"memory_gbps": 100.0, "cache_gbps": 100.0, "cache_bytes": 1 << 20, "tflops": tflops}
+        elif request["do"] == "prepare":
+            reply = prepare(impl)
+        else:
+            reply = sample(impl, request["n"])
+        print(json.dumps({"status": "done", **reply}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
