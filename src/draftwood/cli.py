@@ -1,4 +1,4 @@
-"""The command line: `draftwood generate` and `draftwood doctor`.
+"""The command line: `draftwood generate`, `draftwood doctor` and `draftwood bench`.
 
 Text goes to stdout; progress, summaries and errors go to stderr. A wrong argument or an unsound model folder
 exits with 2, a difference found by `--compare` with 1.
@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from draftwood.bench.cli import app as bench_app
 from draftwood.config import Mode
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app, name="bench")
 stderr = Console(stderr=True, highlight=False)
 
 

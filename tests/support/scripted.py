@@ -20,7 +20,9 @@ class ScriptedDrafting:
 
     taps = (0,)
 
-    def __init__(self, texts: dict[int, list[int]], vocab: int, style: Style, max_depth: int, seed: int = 0) -> None:
+    def __init__(
+        self, texts: dict[int, list[int]], vocab: int, style: Style, max_depth: int, seed: int = 0
+    ) -> None:
         self.texts, self.vocab, self.style, self.max_depth = texts, vocab, style, max_depth
         self.generator = torch.Generator().manual_seed(seed)
 

@@ -95,7 +95,7 @@ def compare_close(name: str, got: np.ndarray, want: np.ndarray, rtol: float, ato
     got, want = got.astype(np.float64), want.astype(np.float64)
     finite = np.isfinite(want)
     compare_exact(f"{name} (non-finite)", np.where(finite, 0.0, got), np.where(finite, 0.0, want))
-    error = np.abs(np.where(finite, got - want, 0.0))
+    error = np.abs(np.where(finite, got, 0.0) - np.where(finite, want, 0.0))
     bad = ~(error <= atol + rtol * np.abs(np.where(finite, want, 0.0)))  # NaN in `got` is bad
     if bad.any():
         at = tuple(
