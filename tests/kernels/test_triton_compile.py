@@ -1,0 +1,32 @@
+"""Every Triton configuration compiles for every chip, fits its shared memory and keeps its values in registers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftwood.kernels.compile_case import CAPABILITIES, SHARED_LIMIT
+from draftwood.kernels.registry import KERNELS, exists
+
+SCRIPT = Path(__file__).parents[1] / "support" / "triton_compile.py"
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if exists(k, "triton")])
+def test_fits_every_chip(kernel, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), kernel], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    facts = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {f["capability"] for f in facts} == set(CAPABILITIES)
+    print(done.stdout)
+    assert [f for f in facts if f["shared"] > SHARED_LIMIT[f["capability"]]] == []
+    assert [f for f in facts if f["stack"] > 0] == []
+    assert [f for f in facts if f["register_a"]] == []

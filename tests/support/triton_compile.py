@@ -1,0 +1,81 @@
+"""Compile a kernel's Triton configurations for every chip, without a GPU: `python triton_compile.py KERNEL`.
+
+Prints one JSON object per line: kernel, name, capability, shared (bytes), registers (per thread), stack (bytes per
+thread, spills included), register_a (async wgmma reads A from registers). Runs in a process of its own because a process
+whose Triton interprets cannot compile.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from importlib import import_module
+
+from draftwood.kernels.compile_case import CAPABILITIES
+
+
+def report(kernel):
+    module = import_module(f"draftwood.kernels.{kernel}.triton_impl")
+    for capability in CAPABILITIES:
+        for case in module.compile_cases(capability):
+            facts = compile_facts(case, capability)
+            print(json.dumps({"kernel": kernel, "name": case.name, "capability": capability, **facts}))
+
+
+def compile_facts(case, capability):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = case.kernel.arg_names
+    if unmatched := set(names) ^ (set(case.arguments) | set(case.constexprs)):
+        raise ValueError(f"compile case `{case.name}`: missing or unknown: {', '.join(sorted(unmatched))}")
+    source = ASTSource(
+        case.kernel,
+        signature={n: argument_type(case.arguments.get(n, 1)) for n in names},
+        constexprs={
+            (i,): case.constexprs.get(n, 1) for i, n in enumerate(names) if case.arguments.get(n, 1) == 1
+        },
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, n in enumerate(names)
+            if known_multiple(case.arguments.get(n, 1))
+        },
+    )
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return {
+        "shared": compiled.metadata.shared,
+        **resource_usage(compiled.asm["cubin"]),
+        "register_a": bool(re.search(r"warp_group_dot .*isAsync = true.*: tensor<", compiled.asm["ttgir"])),
+    }
+
+
+def argument_type(argument):
+    """A type, or an example of an integer; 1 is what Triton takes as a constant."""
+    if isinstance(argument, str):
+        return argument
+    return "constexpr" if argument == 1 else "i32" if -(2**31) <= argument < 2**31 else "i64"
+
+
+def known_multiple(argument):
+    return argument.startswith("*") if isinstance(argument, str) else argument % 16 == 0
+
+
+def resource_usage(cubin):
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    used = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
+    return {"registers": int(used["REG"]), "stack": int(used["STACK"]) + int(used["LOCAL"])}
+
+
+if __name__ == "__main__":
+    report(sys.argv[1])
