@@ -100,10 +100,35 @@ def test_a_dear_case_does_not_starve_the_others(faulty):
 def test_sound_rows_are_complete(faulty):
     header = lines(faulty["path"], "run")[0]
     assert header["ceilings"]["memory_gbps"] > 0
-    fields = (
-        "kernel impl case status median_us low_us high_us n bytes flops gbps tflops ceiling_share cache device python "
-        "torch triton commit fingerprint binds calls method checked timings_us note launch_us"
-    ).split()
+    fields = [
+        "kernel",
+        "impl",
+        "case",
+        "status",
+        "median_us",
+        "low_us",
+        "high_us",
+        "n",
+        "bytes",
+        "flops",
+        "gbps",
+        "tflops",
+        "ceiling_share",
+        "cache",
+        "device",
+        "python",
+        "torch",
+        "triton",
+        "commit",
+        "fingerprint",
+        "binds",
+        "calls",
+        "method",
+        "checked",
+        "timings_us",
+        "note",
+        "launch_us",
+    ]
     for row in rows_of(faulty, "torch"):
         assert set(fields) <= row.keys()
         assert row["low_us"] <= row["median_us"] <= row["high_us"]

@@ -14,6 +14,9 @@ from draftwood.bench.stats import MIN_VALUES, drift, half_width, stabilized, val
 MIN_VISITS = MIN_VALUES + 1
 """Every case first gets these; the seventh confirms what six say."""
 
+WARM_UP_US = 20_000.0
+"""A visit begins with an untimed call, unless one takes longer than this."""
+
 LOST = "lost"
 """Label of what can be visited no more: its process died or hung."""
 

@@ -40,6 +40,14 @@ def _number(key: str, form: str) -> Callable[[Row], str]:
     return lambda row: "-" if row.get(key) is None else format(row[key], form)
 
 
+def _rate(key: str) -> Callable[[Row], str]:
+    def text(row: Row) -> str:
+        rate = row.get(key)
+        return "-" if rate is None else f"{rate:.3g}" if rate < 999.5 else f"{rate:.0f}"
+
+    return text
+
+
 def _share(row: Row) -> str:
     share = row.get("ceiling_share")
     if share is None:
@@ -54,8 +62,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "median us": lambda row: time_text(row["median_us"]),
     "interval": _interval,
     "n": _number("n", "d"),
-    "GB/s": _number("gbps", ".3g"),
-    "TF/s": _number("tflops", ".3g"),
+    "GB/s": _rate("gbps"),
+    "TF/s": _rate("tflops"),
     "ceiling": _share,
     "binds": lambda row: str(row.get("binds") or "-"),
     "cache": lambda row: str(row["cache"]),
@@ -75,7 +83,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 
 SHORT = ("kernel", "impl", "case", "median us", "interval", "n", "GB/s", "TF/s", "ceiling", "binds", "status")
-_TEXT = {"kernel", "impl", "case", "binds", "cache", "status", "method", "checked", "note"}
+TEXT_COLUMNS = {"kernel", "impl", "case", "binds", "cache", "status", "method", "checked", "note"}
 
 
 def varying_axes(rows: Sequence[Row]) -> dict[str, list[str]]:
@@ -100,7 +108,7 @@ def table(rows: Sequence[Row], columns: Sequence[str] = SHORT, title: str | None
         wide = column in ("case", "note", "method")
         out.add_column(
             column,
-            justify="left" if column in _TEXT else "right",
+            justify="left" if column in TEXT_COLUMNS else "right",
             no_wrap=not wide,
             overflow="ellipsis" if column == "case" else "fold",
         )
@@ -195,7 +203,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 def as_markdown(rows: Sequence[Row], columns: Sequence[str] = SHORT) -> str:
     head = [
         "| " + " | ".join(columns) + " |",
-        "|" + "|".join("---" if c in _TEXT else "--:" for c in columns) + "|",
+        "|" + "|".join("---" if c in TEXT_COLUMNS else "--:" for c in columns) + "|",
     ]
     body = ["| " + " | ".join(COLUMNS[c](row) for c in columns) + " |" for row in shorten(rows)]
     return "\n".join([*head, *body])

@@ -20,7 +20,7 @@ from draftwood.bench import rows as rows_
 from draftwood.bench import stats, store
 from draftwood.bench.catalog import Catalog, Job
 from draftwood.bench.countdown import Countdown
-from draftwood.bench.planner import LOST, MIN_VISITS, Plan, Progress, Scheduler, make_plan
+from draftwood.bench.planner import LOST, MIN_VISITS, WARM_UP_US, Plan, Progress, Scheduler, make_plan
 from draftwood.bench.supervisor import Slot, StartWorker, WorkerLost
 from draftwood.bench.work import Ceilings
 
@@ -207,7 +207,8 @@ class Suite:
         timing_us = reply["calls"] * reply["estimate_us"]
         if not self.options.once:
             state.timings = max(1, min(MOST_TIMINGS, int(VISIT_US / timing_us))) // 2 * 2 + 1
-        visit_s = (state.timings + 1) * timing_us / 1e6 + VISIT_OVERHEAD_S
+        warm_up_us = timing_us if reply["estimate_us"] < WARM_UP_US else 0.0
+        visit_s = (state.timings * timing_us + warm_up_us) / 1e6 + VISIT_OVERHEAD_S
         state.progress = Progress(job.id, visit_s)
 
     def _ask(self, job: Job, request: Mapping[str, Any], limit_s: float) -> dict[str, Any] | None:

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from draftwood.bench.planner import WARM_UP_US
+
 Call = Callable[[], Any]
 
 BLOCK_US = 1000.0
@@ -37,7 +39,7 @@ class Timer(Protocol):
     setup: Setup
 
     def time(self, n: int) -> list[float]:
-        """n timings, after an untimed one."""
+        """n timings, after an untimed call unless calls are long."""
         ...
 
 
@@ -53,7 +55,8 @@ class CpuTimer:
 
     def time(self, n: int) -> list[float]:
         call, calls = self.call, range(self.setup.calls)
-        call()
+        if self.setup.estimate_us < WARM_UP_US:
+            call()
         timings = []
         for _ in range(n):
             if self.flush is not None:
@@ -100,7 +103,8 @@ class CudaTimer:
         self.setup = Setup(estimate, count, method, first, launch)
 
     def time(self, n: int) -> list[float]:
-        self.run()
+        if self.setup.estimate_us < WARM_UP_US:
+            self.run()
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(n)]
         for start, end in pairs:
             if self.flush is not None:
