@@ -83,8 +83,8 @@ def unwritten(x):
 
 
 def bimodal(x):
-    """Two speeds, each for some ten milliseconds."""
-    slot = int(time.perf_counter() * 100)
+    """Two speeds, each for some tenth of a second."""
+    slot = int(time.perf_counter() * 10)
     busy(random.Random(slot).choice((1e-3, 3e-3)))
     return x * 2
 

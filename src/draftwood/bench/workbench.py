@@ -6,6 +6,8 @@ the rest.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,16 +18,21 @@ from typing import Any
 import torch
 
 from draftwood.bench.catalog import Catalog, Job, load_file
+from draftwood.bench.compiling import compile_only, interruptible_launches
 from draftwood.bench.device import last_level_cache
 from draftwood.bench.timers import Call, CpuTimer, CudaTimer, Timer
 from draftwood.kernels.case import Case
 from draftwood.kernels.run_case import IN_PLACE, poisoned_memory, to_numpy, to_torch
 
-AHEAD = 4
-"""Cases whose inputs are generated before they are asked for."""
+AHEAD = max(2, min(8, (os.cpu_count() or 1) // 2))
+"""Cases whose inputs are generated, and whose kernels are compiled, before they are asked for."""
 
 MEMORY_SHARE = 0.5
 """Of the free memory, for inputs and their copies; the least recently used case makes room."""
+
+
+Made = tuple[dict[str, Any], dict[str, Any], float]
+"""Inputs as numpy, as tensors on the CPU, and seconds of compiling."""
 
 
 @dataclass
@@ -42,6 +49,7 @@ class CaseInputs:
 
     arguments: dict[str, Any]  # on the device
     numpy: dict[str, Any] | None  # kept for the reference only where it runs
+    compile_s: float  # in the background
     bytes: int
     held: int = 0  # with the copies made for cold timing
     jobs: dict[str, Prepared] = field(default_factory=dict)
@@ -56,11 +64,13 @@ class Workbench:
         self.order = list(dict.fromkeys(job.case for job in jobs))
         self.takers = {case: {job.impl for job in jobs if job.case == case} for case in self.order}
         self.pool = ThreadPoolExecutor(AHEAD)
-        self.coming: dict[Case, Future[tuple[dict[str, Any], dict[str, Any]]]] = {}
+        self.coming: dict[Case, Future[Made]] = {}
         self.verified: dict[tuple[str, str, Case], None] = {}
         self.peers = {impl: load_file(peer.path) for impl, peer in catalog.peers.items()}
         free = torch.cuda.mem_get_info()[0] if device == "cuda" else _available_ram()
         self.room = int(free * MEMORY_SHARE)
+        if device == "cuda" and any("triton" in impls for impls in self.takers.values()):
+            interruptible_launches().__enter__()  # for as long as the process lives
         self._look_ahead(0)
 
     def prepare(self, job: Job, gate: bool) -> dict[str, Any]:
@@ -83,6 +93,7 @@ class Workbench:
             "launch_us": setup.launch_us,
             "inputs_s": made - started,
             "gate_s": gated - made,
+            "compile_s": inputs.compile_s if job.impl == "triton" else 0.0,
             "setup_s": time.perf_counter() - started,
         }
         inputs.jobs[job.id] = Prepared(timer, info)
@@ -102,21 +113,33 @@ class Workbench:
             self.cases.move_to_end(case)
             return self.cases[case]
         made = self.coming.pop(case, None)
-        arrays, tensors = made.result() if made is not None else self._make(case)
+        arrays, tensors, compile_s = made.result() if made is not None else self._make_ready(case)
         if case in self.order:
             self._look_ahead(self.order.index(case) + 1)
         size = sum(t.nbytes for t in _tensors(tensors))
         self._make_room(size)
         on_device = {k: _map_tensors(v, lambda t: t.to(self.device)) for k, v in tensors.items()}
         by_ref = "ref" in self.takers.get(case, ()) or case in self.catalog.cases(case.kernel).small()
-        inputs = CaseInputs(on_device, arrays if by_ref else None, size, size)
+        inputs = CaseInputs(on_device, arrays if by_ref else None, compile_s, size, size)
         self.cases[case] = inputs
         return inputs
 
     def _look_ahead(self, start: int) -> None:
         for case in self.order[start : start + AHEAD]:
             if case not in self.cases and case not in self.coming:
-                self.coming[case] = self.pool.submit(self._make, case)
+                self.coming[case] = self.pool.submit(self._make_ready, case)
+
+    def _make_ready(self, case: Case) -> Made:
+        """Inputs, and the seconds spent compiling Triton kernels for them and for the small case that goes with them."""
+        arrays, tensors = self._make(case)
+        if self.device == "cpu" or "triton" not in self.takers.get(case, ()):
+            return arrays, tensors, 0.0
+        start = time.perf_counter()
+        function = self.catalog.load(case.kernel, "triton")
+        with contextlib.suppress(Exception):  # the launch will raise it again, for the job to be labelled
+            compile_only(function, tensors)
+            compile_only(function, self._make(self._nearest_small(case))[1])
+        return arrays, tensors, time.perf_counter() - start
 
     def _make(self, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
         """Generated and checked inputs: numpy, and tensors on the CPU in the case's dtype."""
@@ -164,10 +187,9 @@ class Workbench:
         return "torch at full size"
 
     def _verify_small(self, job: Job) -> None:
-        """Against the reference, at the small case that has most axes in common with the job's."""
+        """Against the reference, once per implementation and small case."""
         cases = self.catalog.cases(job.kernel)
-        wanted = set(job.case.axes)
-        small = max(cases.small(), key=lambda case: len(wanted & set(case.axes)))
+        small = self._nearest_small(job.case)
         key = (job.kernel, job.impl, small)
         if key in self.verified:
             return
@@ -176,6 +198,14 @@ class Workbench:
         got = self._poisoned_output(Job(small, job.impl, job.cache), on_device)
         cases.compare(small, got, self._reference(small, arrays))
         self.verified[key] = None
+
+    def _nearest_small(self, case: Case) -> Case:
+        """The small case that has most axes in common."""
+        wanted = set(case.axes)
+        found: Case = max(
+            self.catalog.cases(case.kernel).small(), key=lambda small: len(wanted & set(small.axes))
+        )
+        return found
 
     def _reference(self, case: Case, arrays: Mapping[str, Any] | None) -> Any:
         given = self.catalog.cases(case.kernel).make(case) if arrays is None else arrays
