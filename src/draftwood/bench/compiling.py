@@ -39,8 +39,8 @@ def interruptible_launches() -> Iterator[None]:
     def run(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
         return original(self, *args, warmup=warmup or getattr(_thread, "compiling", False), **kwargs)
 
-    JITFunction.run = run  # type: ignore[method-assign]
+    JITFunction.run = run
     try:
         yield
     finally:
-        JITFunction.run = original  # type: ignore[method-assign]
+        JITFunction.run = original

@@ -15,6 +15,8 @@ import torch
 
 from draftwood.bench.work import Ceilings
 
+_REPEAT = 50
+
 _THROTTLE = {  # NVML's clock-event reasons that slow a chip down under load
     0x4: "power cap",
     0x8: "hardware slowdown",
@@ -78,21 +80,40 @@ def _available_ram() -> int:
 
 
 def measure_ceilings(device: str, dtypes: set[str]) -> Ceilings:
-    """A copy of 8 caches, a copy within the cache, and a matrix product per dtype on random data: the best of each."""
+    """A copy of 8 caches, reads and copies within the cache, a matrix product per dtype on random data: the best of each."""
     cache = last_level_cache(device)
     gpu = device != "cpu"
     clock = _best_on_gpu if gpu else _best_on_cpu
-    large = torch.empty(max(8 * cache, 1 << 30) if gpu else 4 * cache, dtype=torch.uint8, device=device)
+    large = torch.ones(max(8 * cache, 1 << 30) // 4 if gpu else cache, dtype=torch.float32, device=device)
     target = torch.empty_like(large)
-    memory = 2 * large.numel() / clock(lambda: target.copy_(large), 8)
-    size = cache // 4 if gpu else 128 << 10
+    memory = 2 * large.nbytes / clock(lambda: target.copy_(large), 8)
+    size = cache // 16 if gpu else 32 << 10  # floats: a quarter of an L2, the size of a core's cache
     small, copy = large[:size], target[:size]
-    repeat = 1 if gpu else 64
-    inner = 2 * size * repeat / clock(lambda: [copy.copy_(small) for _ in range(repeat)], 20)
+    within = max(
+        small.nbytes * times * _REPEAT / clock(_repeated(work, gpu), 5)
+        for times, work in ((1, small.sum), (2, lambda: torch.mul(small, 2.0, out=copy)))
+    )
     names = dtypes if gpu else {_cpu_arithmetic(name) for name in dtypes}
     rates = {name: _matmul_rate(device, name, clock) / 1e12 for name in sorted(names)}
     tflops = {name: rates[name if gpu else _cpu_arithmetic(name)] for name in sorted(dtypes)}
-    return Ceilings(memory / 1e9, max(inner, memory) / 1e9, cache, tflops)
+    return Ceilings(memory / 1e9, max(within, memory) / 1e9, cache, tflops)
+
+
+def _repeated(work: Callable[[], Any], gpu: bool) -> Callable[[], Any]:
+    """`_REPEAT` times the work, without gaps: as a graph on a GPU."""
+
+    def loop() -> None:
+        for _ in range(_REPEAT):
+            work()
+
+    if not gpu:
+        return loop
+    loop()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loop()
+    return graph.replay
 
 
 def _cpu_arithmetic(dtype: str) -> str:
@@ -128,13 +149,16 @@ def _best_on_cpu(work: Callable[[], Any], times: int) -> float:
 
 
 class NoClock:
-    """Where no clock can be read: on a CPU, whose governor reports nothing that a virtual machine may see."""
+    """Where no clock can be read: on a CPU, whose governor shows a virtual machine nothing."""
+
+    def __init__(self, reason: str = "") -> None:
+        self.reason = reason
 
     def read(self) -> dict[str, Any]:
         return {}
 
     def describe(self) -> dict[str, Any]:
-        return {}
+        return {"clock_reader": f"none: {self.reason}"} if self.reason else {}
 
 
 class NvmlClock:
@@ -200,11 +224,21 @@ class SmiClock:
 
 
 def clock_reader(device: str) -> ClockReader:
-    """The reader this machine allows."""
+    """The reader this machine allows; where none works, one that says why in the run's header."""
     if device == "cpu":
         return NoClock()
     try:
         import pynvml  # type: ignore[import-not-found]
-    except ImportError:
-        return SmiClock()
-    return NvmlClock(pynvml)
+    except ImportError as e:
+        nvml_reason = str(e)
+    else:
+        try:
+            return NvmlClock(pynvml)
+        except pynvml.NVMLError as e:
+            nvml_reason = str(e)
+    smi = SmiClock()
+    try:
+        smi.read()
+    except (OSError, subprocess.SubprocessError, ValueError) as e:
+        return NoClock(f"NVML: {nvml_reason}; nvidia-smi: {e}")
+    return smi

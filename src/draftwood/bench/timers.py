@@ -1,8 +1,9 @@
 """How one call is timed, on a CPU and on a GPU. A timer knows the calls it is given and nothing about kernels.
 
 A timing is microseconds per call. On a CPU: a block of calls of at least a millisecond, or one call after the caches
-were flushed. On a GPU: a CUDA graph between two events; short calls are repeated inside the graph (warm: on the same
-inputs; cold: on as many copies as exceed the L2 twice), long cold ones run alone after a flush.
+were flushed. On a GPU: a CUDA graph between two events; calls are repeated inside the graph up to a millisecond (warm: on the same
+inputs; cold: in turns on as many copies as exceed the L2 twice). Where copies would be too many, or a call cannot be
+captured, a cold call runs alone after a flush.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +21,9 @@ from draftwood.bench.planner import WARM_UP_US
 Call = Callable[[], Any]
 
 BLOCK_US = 1000.0
-SHORT_US = 50.0
 MOST_COPIES = 512
+MOST_CALLS = 1000
+LONGEST_GRAPH_US = 50_000.0
 PROBE_S = 0.1
 
 
@@ -77,33 +80,28 @@ class CudaTimer:
         (call,) = calls(1)
         first, _ = _probe(call, torch.cuda.synchronize)
         launch = _launch_us(call)
+        self.run, per_run, method = call, 1, "events, not capturable"
         self.flush: torch.Tensor | None = None
         graph = _capture([call])
-        if graph is None:  # say so: the host's time is in the timing
-            self.run, count, method = call, 1, "events, not capturable"
-            estimate = self._estimate()
-        else:
-            self.run, count, method = graph.replay, 1, "graph"
-            estimate = self._estimate()
-            copies = -(-2 * l2_bytes // max(1, input_bytes))
-            rounds = max(1, round(BLOCK_US / estimate))
-            if not cold and rounds > 1:
-                count, method = min(rounds, 1000), "graph of calls"
-                self._graph = _capture([call] * count)
-            elif cold and estimate < SHORT_US and copies <= MOST_COPIES:
-                count, method = copies, f"graph over {copies} copies"
-                self._graph = _capture(list(calls(copies)))
-            else:
-                self._graph = graph
-            assert self._graph is not None
-            self.run = self._graph.replay
-        if cold and count == 1:
+        if graph is not None:
+            self.run, method = graph.replay, "graph"
+        self.estimate = self._estimate()
+        if graph is not None:
+            copies = max(2, -(-2 * l2_bytes // max(1, input_bytes))) if cold else 1
+            rounds = max(1, round(BLOCK_US / (copies * self.estimate)))
+            if copies * rounds > 1 and copies <= MOST_COPIES and copies * self.estimate < LONGEST_GRAPH_US:
+                per_run = copies * min(rounds, max(1, MOST_CALLS // copies))
+                graph = _capture(list(calls(copies)) * (per_run // copies))
+                assert graph is not None
+                self.run, method = graph.replay, f"graph over {copies} copies" if cold else "graph of calls"
+        self._graph = graph  # alive as long as it is replayed
+        if cold and per_run == 1:
             self.flush = torch.zeros(2 * l2_bytes // 4, dtype=torch.int32, device="cuda")
             method += " after a flush"
-        self.setup = Setup(estimate, count, method, first, launch)
+        self.setup = Setup(self.estimate, per_run, method, first, launch)
 
     def time(self, n: int) -> list[float]:
-        if self.setup.estimate_us < WARM_UP_US:
+        if self.estimate < WARM_UP_US:
             self.run()
         pairs = [[torch.cuda.Event(enable_timing=True) for _ in "ab"] for _ in range(n)]
         for start, end in pairs:
@@ -116,13 +114,13 @@ class CudaTimer:
         return [start.elapsed_time(end) * 1e3 / self.setup.calls for start, end in pairs]
 
     def _estimate(self) -> float:
-        self.run()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-        start.record()
-        self.run()
-        end.record()
+        """Microseconds of one run, the better of two."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        for event in events:
+            event.record()
+            self.run()
         torch.cuda.synchronize()
-        return max(float(start.elapsed_time(end)) * 1e3, 0.5)
+        return max(min(float(a.elapsed_time(b)) for a, b in pairwise(events)) * 1e3, 0.5)
 
 
 def _probe(call: Call, wait: Callable[[], None]) -> tuple[float, float]:
@@ -157,16 +155,27 @@ def _launch_us(call: Call) -> float:
 
 
 def _capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph | None:
-    """The calls as one graph, or None where they cannot be captured (they wait for the device, say)."""
+    """The calls as one graph, or None where they cannot be captured because they wait for the device."""
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-    except RuntimeError as e:
-        if "captur" not in str(e).lower():
-            raise
-        torch.cuda.synchronize()
+    if _waits(calls[0]):  # asked first: a capture that fails leaves torch's allocator in capture
         return None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
     return graph
+
+
+def _waits(call: Call) -> bool:
+    """Whether a call makes the host wait for the device, as `tolist()` does."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    except RuntimeError as e:
+        if "synchroniz" not in str(e):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False

@@ -70,7 +70,8 @@ class Workbench:
         free = torch.cuda.mem_get_info()[0] if device == "cuda" else _available_ram()
         self.room = int(free * MEMORY_SHARE)
         if device == "cuda" and any("triton" in impls for impls in self.takers.values()):
-            interruptible_launches().__enter__()  # for as long as the process lives
+            self._launches = contextlib.ExitStack()  # as long as the process lives
+            self._launches.enter_context(interruptible_launches())
         self._look_ahead(0)
 
     def prepare(self, job: Job, gate: bool) -> dict[str, Any]:
