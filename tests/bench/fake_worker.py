@@ -1,6 +1,6 @@
 """A worker without torch: answers in the protocol of the real one, its behaviour named by the implementation.
 
-fast, dear (60 ms), half (half the time of fast), silent (never answers), stubborn (and ignores SIGTERM), dies, slow_clock.
+fast, dear (300 ms), half (half the time of fast), silent (never answers), stubborn (and ignores SIGTERM), dies, slow_clock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 
 LOG = os.environ.get("FAKE_WORKER_LOG")
-TIMES = {"half": 500.0, "dear": 60_000.0}
+TIMES = {"half": 500.0, "dear": 300_000.0}
 
 
 def prepare(impl):
