@@ -8,3 +8,21 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure():
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _let_loop_bounds_be_arrays()
+
+
+def _let_loop_bounds_be_arrays():
+    """Triton 3.6 holds scalars as arrays of one element, which numpy 2.4 no longer turns into an `int`."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_index_too(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_index_too

@@ -1,0 +1,149 @@
+"""tree_accept in Triton: one program per row, all slots at once, no pointer chasing."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftwood.kernels.compile_case import CompileCase
+from draftwood.kernels.tree_accept import Accepted, Done, Limits
+from draftwood.tree import DraftTree, Status, n_words
+
+_SOUND = tl.constexpr(int(Status.SOUND))
+_RUNNING = tl.constexpr(int(Done.RUNNING))
+_STOP = tl.constexpr(int(Done.STOP))
+_LENGTH = tl.constexpr(int(Done.LENGTH))
+_CONTEXT = tl.constexpr(int(Done.CONTEXT))
+_NOWHERE = tl.constexpr(0x7FFFFFFF)
+
+
+def tree_accept(tree: DraftTree, choice: Tensor, limits: Limits, *, max_depth: int) -> Accepted:
+    """See `draftwood.kernels.tree_accept.tree_accept`."""
+    B, T = choice.shape
+    columns = max_depth + 1
+    path, emitted = (
+        torch.empty(B, columns, dtype=torch.int32, device=choice.device) for _ in ("path", "emitted")
+    )
+    n_path, bonus, done = (
+        torch.empty(B, dtype=torch.int32, device=choice.device) for _ in ("n_path", "bonus", "done")
+    )
+    if B > 0:
+        _accept[(B,)](
+            *(tree.tokens, tree.parents, tree.ancestors, tree.n_slots, tree.status, choice),
+            *(limits.stop_ids.contiguous(), limits.max_new, limits.context_left),
+            *(path, emitted, n_path, bonus, done),
+            *(tree.tokens.stride(0), tree.parents.stride(0), *tree.ancestors.stride(), choice.stride(0)),
+            *(T, limits.stop_ids.shape[1], columns),
+            **_blocks(T, columns),
+        )
+    return Accepted(path, emitted, n_path, bonus, done)
+
+
+def compile_cases(capability: int) -> list[CompileCase]:
+    """See `draftwood.kernels.compile_case`."""
+    cases = []
+    for T in (32, 128):
+        blocks = _blocks(T, 16)
+        num_warps = blocks.pop("num_warps")
+        sizes = {"tokens_b": T, "parents_b": T, "ancestors_b": T * n_words(T), "ancestors_t": n_words(T)}
+        sizes |= {"ancestors_w": 1, "choice_b": T, "T": T, "S": 2, "columns": 16}
+        arguments: dict[str, str | int] = {
+            n: "*i64" if n == "ancestors" else sizes.get(n, "*i32")
+            for n in _accept.arg_names
+            if n not in blocks
+        }
+        cases.append(CompileCase(f"T={T}", _accept, arguments, blocks, num_warps))
+    return cases
+
+
+def _blocks(T: int, columns: int) -> dict[str, int]:
+    block = triton.next_power_of_2(T)
+    return {
+        "W": n_words(T),
+        "BLOCK": block,
+        "COLUMNS": triton.next_power_of_2(columns),
+        "num_warps": 1 if block <= 128 else 4,
+    }
+
+
+@triton.jit
+def _accept(
+    tokens,  # [B, T]
+    parents,
+    ancestors,  # [B, T, W]
+    n_slots,
+    status,
+    choice,
+    stop_ids,  # [B, S]
+    max_new,
+    context_left,
+    path,  # [B, columns]
+    emitted,
+    n_path,
+    bonus,
+    done,
+    tokens_b,
+    parents_b,
+    ancestors_b,
+    ancestors_t,
+    ancestors_w,
+    choice_b,
+    T,
+    S,
+    columns,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, BLOCK)
+    live = tl.where(tl.load(status + b) == _SOUND, tl.load(n_slots + b), 1)
+    live = (slot < live) & (slot < T)
+    token = tl.load(tokens + b * tokens_b + slot, mask=live, other=0)
+    parent = tl.load(parents + b * parents_b + slot, mask=live, other=-1)
+    has_parent = (parent >= 0) & (parent < T)
+    wanted = tl.load(choice + b * choice_b + parent, mask=has_parent, other=0)
+    match = (slot == 0) | (live & has_parent & (token == wanted))
+
+    accepted = live
+    for w in tl.static_range(W):
+        bit = tl.where(slot // 64 == w, tl.full([BLOCK], 1, tl.int64) << (slot % 64).to(tl.int64), 0)
+        matches = tl.sum(tl.where(match, bit, 0))
+        place = ancestors + b * ancestors_b + slot * ancestors_t + w * ancestors_w
+        needed = tl.load(place, mask=live, other=0)
+        accepted = accepted & ((needed & matches) == needed) & ((needed & bit) == bit)
+    accepted = accepted | (slot == 0)
+
+    # each slot on the path emits one token: the root the bonus, at the end, any other its own, one place earlier
+    rank = tl.cumsum(accepted.to(tl.int32), 0) - 1
+    accepted = accepted & (rank < columns)
+    n_accepted = tl.sum(accepted.to(tl.int32))
+    last = tl.max(tl.where(accepted, slot, 0))
+    place = tl.where(slot == 0, n_accepted - 1, rank - 1)
+    token = tl.where(slot == 0, tl.load(choice + b * choice_b + last), token)
+
+    stops = tl.zeros([BLOCK], tl.int32)
+    for s in range(0, S, 8):
+        column = s + tl.arange(0, 8)
+        ids = tl.load(stop_ids + b * S + column, mask=column < S, other=-1)[None, :]
+        stops = stops | tl.max(((ids >= 0) & (ids == token[:, None])).to(tl.int32), 1)
+    most_new = tl.maximum(tl.load(max_new + b), 1)
+    most_context = tl.maximum(tl.load(context_left + b), 1)
+    limit = tl.minimum(most_new, most_context)
+    stop = tl.min(tl.where(accepted & (stops > 0) & (place < limit), place, _NOWHERE))
+    stopped = stop < _NOWHERE
+    n = tl.where(stopped, stop + 1, tl.minimum(n_accepted, limit))
+    at_limit = tl.where(most_new <= most_context, _LENGTH, _CONTEXT)
+    why = tl.where(stopped, _STOP, tl.where(n_accepted >= limit, at_limit, _RUNNING))
+
+    tl.store(n_path + b, n)
+    tl.store(done + b, why)
+    tl.store(bonus + b, tl.sum(tl.where(accepted & (place == n - 1), token, 0)))
+    tl.store(path + b * columns + rank, slot, mask=accepted & (rank < n))
+    tl.store(emitted + b * columns + place, token, mask=accepted & (place < n))
+    column = tl.arange(0, COLUMNS)
+    padding = tl.full([COLUMNS], -1, tl.int32)
+    tl.store(path + b * columns + column, padding, mask=(column >= n) & (column < columns))
+    tl.store(emitted + b * columns + column, padding, mask=(column >= n) & (column < columns))
