@@ -1,0 +1,195 @@
+"""tree_build in Triton: one warp per row. Every slot holds one offer; the best of them becomes the next slot."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftwood.kernels.compile_case import CompileCase
+from draftwood.kernels.triton_ops import from_ordered, ordered
+from draftwood.tree import DraftTree, Status, n_words
+
+_SOUND = tl.constexpr(int(Status.SOUND))
+_BAD_SCORE = tl.constexpr(int(Status.BAD_SCORE))
+_BAD_TOKEN = tl.constexpr(int(Status.BAD_TOKEN))
+_NEVER = tl.constexpr(float("-inf"))
+_LAST = tl.constexpr(0x7FFFFFFF)
+
+# an offer is one number, slot | depth | rank, so that one reduction finds the smallest slot and what it offers
+_TO_DEPTH = tl.constexpr(11)
+_TO_SLOT = tl.constexpr(21)
+_RANKS = tl.constexpr((1 << 11) - 1)
+_DEPTHS = tl.constexpr((1 << 10) - 1)
+_MOST = {"slots": 1024, "K": _RANKS.value, "D": _DEPTHS.value}
+_TILE = 512  # candidates checked at a time
+
+
+def tree_build(
+    root: Tensor, lp: Tensor, ids: Tensor, budget: Tensor, min_score: Tensor, *, slots: int
+) -> DraftTree:
+    """See `draftwood.kernels.tree_build.tree_build`. Raises `ValueError` for sizes past `_MOST`."""
+    B, D, K = lp.shape
+    for name, size in (("slots", slots), ("D", D), ("K", K)):
+        if size > _MOST[name]:
+            raise ValueError(f"tree_build: {name} must be at most {_MOST[name]}, got {size}")
+    i32 = {"dtype": torch.int32, "device": lp.device}
+    tree = DraftTree(
+        tokens=torch.empty(B, slots, **i32),
+        parents=torch.empty(B, slots, **i32),
+        depths=torch.empty(B, slots, **i32),
+        scores=torch.empty(B, slots, dtype=torch.float32, device=lp.device),
+        ancestors=torch.empty(B, slots, n_words(slots), dtype=torch.int64, device=lp.device),
+        n_slots=torch.empty(B, **i32),
+        status=torch.empty(B, **i32),
+    )
+    if B > 0:
+        _build[(B,)](
+            *(
+                root.contiguous(),
+                lp.contiguous(),
+                ids.contiguous(),
+                budget.contiguous(),
+                min_score.contiguous(),
+            ),
+            *(tree.tokens, tree.parents, tree.depths, tree.scores, tree.ancestors, tree.n_slots, tree.status),
+            *(D, K, slots),
+            **_blocks(K, slots),
+            num_warps=1,
+        )
+    return tree
+
+
+def compile_cases(capability: int) -> list[CompileCase]:
+    """See `draftwood.kernels.compile_case`."""
+    cases = []
+    for T in (32, 128):
+        constexprs = _blocks(32, T)
+        arguments: dict[str, str | int] = {n: "*i32" for n in _build.arg_names if n not in constexprs}
+        arguments |= {"lp": "*fp32", "min_score": "*fp32", "scores": "*fp32", "ancestors": "*i64"}
+        arguments |= {"D": 7, "K": 32, "T": T}
+        cases.append(CompileCase(f"T={T}", _build, arguments, constexprs, num_warps=1))
+    return cases
+
+
+def _blocks(K: int, T: int) -> dict[str, int]:
+    columns = triton.next_power_of_2(max(1, K))
+    return {
+        "COLUMNS": columns,
+        "ROWS": max(1, _TILE // columns),
+        "BLOCK": triton.next_power_of_2(T),
+        "WORDS": triton.next_power_of_2(n_words(T)),
+    }
+
+
+@triton.jit
+def _build(
+    root,
+    lp,  # [B, D, K]
+    ids,
+    budget,
+    min_score,
+    tokens,  # [B, T]
+    parents,
+    depths,
+    scores,
+    ancestors,  # [B, T, ceil(T / 64)]
+    n_slots,
+    status,
+    D,
+    K,
+    T,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    lp += b * D * K
+    ids += b * D * K
+    fault = _fault(lp, ids, D, K, COLUMNS, ROWS)
+    limit = tl.where(fault == _SOUND, tl.minimum(tl.maximum(tl.load(budget + b), 1), T), 1)
+    floor = tl.load(min_score + b)
+
+    slot = tl.arange(0, BLOCK)
+    score = tl.where(slot == 0, 0.0, _NEVER)
+    parent = tl.full([BLOCK], -1, tl.int32)
+    candidate = tl.zeros([BLOCK], tl.int32)  # depth - 1, rank of what the slot is, as an index into ids
+    offer = (slot << _TO_SLOT).to(tl.int32)  # slot | its depth | rank of its next child
+    worth = tl.full([BLOCK], ordered(_NEVER), tl.int32)
+    first = tl.load(lp, mask=(D > 0) & (K > 0), other=_NEVER)
+    worth = tl.where(slot == 0, ordered(first + 0.0), worth)
+
+    n = 1
+    best = tl.max(worth)
+    while (n < limit) & (from_ordered(best) >= floor) & (from_ordered(best) > _NEVER):
+        taken = tl.min(tl.where(worth == best, offer, _LAST))
+        chosen = taken >> _TO_SLOT
+        depth = (taken >> _TO_DEPTH) & _DEPTHS  # of the chosen parent: the child's row in lp
+        rank = taken & _RANKS
+        sibling = tl.load(lp + depth * K + rank + 1, mask=rank + 1 < K, other=_NEVER)
+        child = tl.load(lp + (depth + 1) * K, mask=depth + 1 < D, other=_NEVER)
+        is_new, is_chosen = slot == n, slot == chosen
+        score = tl.where(is_new, from_ordered(best), score)
+        parent = tl.where(is_new, chosen, parent)
+        candidate = tl.where(is_new, depth * K + rank, candidate)
+        offer = tl.where(is_chosen, offer + 1, tl.where(is_new, offer + ((depth + 1) << _TO_DEPTH), offer))
+        added = ordered(score + tl.where(is_new, child, sibling))
+        worth = tl.where(is_new | is_chosen, added, worth)
+        n += 1
+        best = tl.max(worth)
+
+    live = slot < n
+    in_row = slot < T
+    token = tl.load(ids + candidate, mask=live & (slot > 0), other=0)
+    token = tl.where(slot == 0, tl.load(root + b), token)
+    depth = (offer >> _TO_DEPTH) & _DEPTHS
+    tl.store(tokens + b * T + slot, token, mask=in_row)
+    tl.store(parents + b * T + slot, parent, mask=in_row)
+    tl.store(depths + b * T + slot, depth, mask=in_row)
+    tl.store(scores + b * T + slot, score, mask=in_row)
+    tl.store(n_slots + b, n)
+    tl.store(status + b, fault)
+    words = (T + 63) // 64
+    word = tl.arange(0, WORDS)[None, :]
+    place = ancestors + (b * T + slot[:, None]) * words + word
+    tl.store(place, _ancestors(parent, live, tl.max(depth), WORDS), mask=in_row[:, None] & (word < words))
+
+
+@triton.jit
+def _fault(lp, ids, D, K, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
+    """What is wrong with one request's candidates [D, K]."""
+    rank = tl.arange(0, COLUMNS)[None, :]
+    bad_score = tl.zeros([ROWS, COLUMNS], tl.int1)
+    bad_token = tl.zeros([ROWS, COLUMNS], tl.int1)
+    for start in range(0, D, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        inside = (row < D) & (rank < K)
+        score = tl.load(lp + row * K + rank, mask=inside, other=_NEVER)
+        before = tl.load(lp + row * K + rank - 1, mask=inside & (rank > 0), other=0.0)
+        bad_score = bad_score | ~(score <= 0.0) | (score > before)  # NaN is not <= 0
+        live = inside & (score > _NEVER)
+        token = tl.load(ids + row * K + rank, mask=live, other=0)
+        bad_token = bad_token | (token < 0)
+        for shift in range(1, K // 2 + 1):  # every pair of a row once
+            other = tl.where(rank + shift < K, rank + shift, rank + shift - K)
+            both = live & (tl.load(lp + row * K + other, mask=live, other=_NEVER) > _NEVER)
+            bad_token = bad_token | (both & (tl.load(ids + row * K + other, mask=both, other=-1) == token))
+    worst = tl.where(bad_score, 2, bad_token.to(tl.int32))
+    worst = tl.max(tl.max(worst, 1), 0)
+    return tl.where(worst == 2, _BAD_SCORE, tl.where(worst == 1, _BAD_TOKEN, _SOUND))
+
+
+@triton.jit
+def _ancestors(parent, live, deepest, WORDS: tl.constexpr):
+    """[BLOCK, WORDS] i64: each live slot's bits, its own included, by as many steps up as the deepest slot needs."""
+    word = tl.arange(0, WORDS)[None, :]
+    one = tl.full([parent.shape[0], WORDS], 1, tl.int64)
+    bits = tl.zeros([parent.shape[0], WORDS], tl.int64)
+    at = tl.where(live, tl.arange(0, parent.shape[0]), -1)
+    for _ in range(deepest + 1):
+        here = at[:, None]
+        bits = bits | tl.where((here >= 0) & (here // 64 == word), one << (here % 64).to(tl.int64), 0)
+        at = tl.where(at >= 0, tl.gather(parent, tl.maximum(at, 0), 0), -1)
+    return bits
