@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from draftwood.kernels.registry import Kernels
 from draftwood.models.drafter_config import DrafterConfig, LayerAttention
-from draftwood.models.layers import MLP, frozen, rms_norm
+from draftwood.models.layers import MLP, frozen, matrix, rms_norm
 from draftwood.models.rope import Rotary, YarnRule, rotate
 from draftwood.models.target import Target
 from draftwood.models.weights import Take, Weights
@@ -37,7 +37,7 @@ class DraftLayer(nn.Module):
         self.attention_norm = frozen(take("input_layernorm.weight", d))
         self.mlp_norm = frozen(take("post_attention_layernorm.weight", d))
         self.q_norm = frozen(take("self_attn.q_norm.weight", config.head_dim))
-        self.o = frozen(take("self_attn.o_proj.weight", d, config.num_attention_heads * config.head_dim))
+        self.o = matrix(take("self_attn.o_proj.weight", d, config.num_attention_heads * config.head_dim))
         self.mlp = MLP(d, config.intermediate_size, take.under("mlp"))
 
     def forward(
@@ -75,14 +75,15 @@ class Drafter(nn.Module):
         self.yarn_rule, self.yarn_reason = config.yarn_rule if yarn_rule is None else (yarn_rule, "asked for")
         d, hd, L = config.hidden_size, config.head_dim, config.num_hidden_layers
         q, kv = config.num_attention_heads * hd, config.num_key_value_heads * hd
-        self.fc = frozen(take("fc.weight", d, len(config.target_layer_ids) * d))
+        self.fc = matrix(take("fc.weight", d, len(config.target_layer_ids) * d))
         self.context_norm = frozen(take("hidden_norm.weight", d))
         self.norm = frozen(take("norm.weight", d))
         scopes = [take.under(f"layers.{i}") for i in range(L)]
-        self.qkv = frozen(take.empty(L, q + 2 * kv, d))
-        for weight, scope in zip(self.qkv, scopes, strict=True):
+        qkv = take.empty(L, q + 2 * kv, d)
+        for weight, scope in zip(qkv, scopes, strict=True):
             for name, rows in zip("qkv", weight.split((q, kv, kv)), strict=True):
                 rows.copy_(scope(f"self_attn.{name}_proj.weight", len(rows), d))
+        self.qkv = matrix(qkv)
         self.k_norm = frozen(torch.stack([scope("self_attn.k_norm.weight", hd) for scope in scopes]))
         self.layers = nn.ModuleList(
             DraftLayer(config, sees, kernels, scope)

@@ -13,12 +13,29 @@ def frozen(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
+def matrix(weight: Tensor) -> nn.Parameter:
+    """A frozen weight [..., out, in] for `F.linear`, in the memory order that suits the device.
+
+    fp32 products with few rows wait for the weight; on CPU its rows stream up to twice as fast if they are long.
+    16-bit products on CPU accept the usual order only.
+    """
+    if weight.is_cpu and weight.dtype == torch.float32 and weight.shape[-2] >= weight.shape[-1]:
+        weight = weight.mT.contiguous().mT
+    return frozen(weight)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalised in fp32 (fp64 for fp64), rounded to x's dtype, then multiplied by the weight.
 
     Passing the weight to `F.rms_norm` would round once, after the product: not what the models were made with.
     """
-    return F.rms_norm(x, weight.shape, None, eps) * weight
+    if not x.is_cpu:
+        return F.rms_norm(x, weight.shape, None, eps) * weight
+    # on CPU the function is a longer chain of operations than this one
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    scale = torch.addcmul(norm.new_full((), eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return (x * scale).to(x.dtype) * weight
 
 
 class MLP(nn.Module):
@@ -27,8 +44,8 @@ class MLP(nn.Module):
     def __init__(self, hidden: int, inner: int, take: Take) -> None:
         super().__init__()
         gate = take("gate_proj.weight", inner, hidden)
-        self.gate_up = frozen(torch.cat((gate, take("up_proj.weight", inner, hidden))))
-        self.down = frozen(take("down_proj.weight", hidden, inner))
+        self.gate_up = matrix(torch.cat((gate, take("up_proj.weight", inner, hidden))))
+        self.down = matrix(take("down_proj.weight", hidden, inner))
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = F.linear(x, self.gate_up).chunk(2, -1)

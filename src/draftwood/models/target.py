@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from draftwood.kernels.registry import Kernels
 from draftwood.models.config import REFERENCE_INNER_NORM_EPS, TargetConfig
-from draftwood.models.layers import MLP, frozen, rms_norm
+from draftwood.models.layers import MLP, frozen, matrix, rms_norm
 from draftwood.models.rope import Rotary, rotate
 from draftwood.models.weights import Progress, Take, Weights
 
@@ -56,12 +56,12 @@ class MLA(nn.Module):
             q = _half_split(q, H, P)
         else:
             self.q_norm = frozen(take("q_a_layernorm.weight", Q))
-            self.q_b = frozen(_half_split(take("q_b_proj.weight", H * (N + P), Q), H, P))
-        self.qkv_a = frozen(torch.cat((q, kv_a)))
+            self.q_b = matrix(_half_split(take("q_b_proj.weight", H * (N + P), Q), H, P))
+        self.qkv_a = matrix(torch.cat((q, kv_a)))
         w_uk, w_uv = take("kv_b_proj.weight", H * (N + V), R).view(H, N + V, R).split((N, V), 1)
         self.w_uk = frozen(w_uk.contiguous())  # [H, N, R]
         self.w_uv = frozen(w_uv.transpose(1, 2).contiguous())  # [H, R, V]
-        self.o = frozen(take("o_proj.weight", d, H * V))
+        self.o = matrix(take("o_proj.weight", d, H * V))
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, batch: TreeBatch, latents: Tensor
@@ -101,7 +101,7 @@ class MoE(nn.Module):
         super().__init__()
         self.config, self.experts = config, kernels.moe
         E, d, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-        self.gate_up, self.down = map(frozen, _stack_experts(E, d, inner, take.under("experts")))
+        self.gate_up, self.down = map(matrix, _stack_experts(E, d, inner, take.under("experts")))
         # The router stays in fp32 (fp64 in an fp64 model): near ties decide which experts run.
         precise = torch.promote_types(self.down.dtype, torch.float32)
         self.router = frozen(take("gate.weight", E, d, dtype=precise))
@@ -163,7 +163,7 @@ class Target(nn.Module):
             for i in range(config.num_hidden_layers)
         )
         self.norm = frozen(take("model.norm.weight", d))
-        self.head = self.embedding if config.tie_word_embeddings else frozen(take("lm_head.weight", V, d))
+        self.head = self.embedding if config.tie_word_embeddings else matrix(take("lm_head.weight", V, d))
         self.rotary = Rotary(config.rope, config.qk_rope_head_dim, config.rope.amplitude(), device)
 
     @classmethod
