@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import random
 import time
-from collections import defaultdict
 
 import numpy as np
 
@@ -15,7 +15,7 @@ KERNEL = "double"
 DEFAULTS = {"n": 8, "broken": 0, "dtype": "float32"}
 FLOATS = ("x",)
 CACHE = "warm"
-CALLS = defaultdict(itertools.count)
+CALLS = itertools.count()
 
 
 def small():
@@ -85,8 +85,9 @@ def unwritten(x):
 
 
 def bimodal(x):
-    """Two speeds, each for seven calls in turn."""
-    busy((1e-3, 3e-3)[next(CALLS[len(x)]) // 7 % 2])
+    """About 1 or about 3 ms, drawn anew every six calls: as long as a visit."""
+    draw = random.Random(next(CALLS) // 6)
+    busy(draw.choice((1e-3, 3e-3)) * draw.uniform(0.7, 1.4))
     return x * 2
 
 

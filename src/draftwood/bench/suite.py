@@ -184,14 +184,19 @@ class Suite:
         spent: list[float] = []
         for i, state in enumerate(list(self.states.values())):
             self.watcher.step(state.job.id, i)
-            minimum = sum(self.min_visits * s.progress.visit_s for s in self.states.values() if s.progress)
             typical = statistics.median(spent) if spent else 0.0
-            if self.countdown.left() < minimum + typical:
+            if self.countdown.left() < typical + self._promised():
                 self._finish(state.job.id, "budget", "not prepared: the time is needed for cases that are")
                 continue
             start = time.monotonic()
             self._prepare(state)
             spent.append(time.monotonic() - start)
+
+    def _promised(self) -> float:
+        """Seconds that the prepared cases need for their minimum. One above its equal share is not promised any."""
+        share = self.countdown.left() / max(1, len(self.states) - len(self.finished))
+        needs = (self.min_visits * s.progress.visit_s for s in self.states.values() if s.progress)
+        return sum(need for need in needs if need <= share)
 
     def _prepare(self, state: State) -> None:
         job = state.job
