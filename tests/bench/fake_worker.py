@@ -33,6 +33,7 @@ def prepare(impl):
         "calls": 1,
         "method": "fake",
         "launch_us": None,
+        "compile_s": 0.0,
         "setup_s": 0.0,
     }
 

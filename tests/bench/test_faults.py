@@ -156,6 +156,40 @@ def test_inputs_that_break_the_contract_are_never_launched(tmp_path):
     assert "`x` element [3]" in broken["note"]
 
 
+PEERS = {
+    "same": "def run(x):\n    return x + x",
+    "built": "def build(case, inputs):\n    assert case['n'] == len(inputs['x'])\n    return lambda: inputs['x'] * 2",
+    "lying": "def run(x):\n    return x",
+    "other": "MASK = 'causal'\ndef run(x):\n    return x",
+    "narrow": "def run(x):\n    raise NotImplementedError('n must be a multiple of 64')",
+}
+
+
+def test_peers_are_measured_beside_ours_and_checked_like_ours(tmp_path):
+    options = []
+    for name, body in PEERS.items():
+        path = tmp_path / f"{name}.py"
+        path.write_text(f"KERNEL = 'double'\nNAME = '{name}'\n{body}\n")
+        options += ["--peer", str(path)]
+    impls = ",".join(["torch", *(f"peer:{name}" for name in PEERS)])
+    options += ["--impl", impls, "-a", "n=1000", "--suite", "bench", "--target", "50", "--budget", "20"]
+    out = tmp_path / "run.jsonl"
+    code, stdout, stderr = finish(kernels(*options, "--vs", "torch", "--out", str(out)))
+    assert code == 3, stderr
+    status = {r["impl"]: r["status"] for r in lines(out)}
+    assert status == {
+        "torch": "ok",
+        "peer:same": "ok",
+        "peer:built": "ok",
+        "peer:lying": "wrong",
+        "peer:other": "unchecked",
+        "peer:narrow": "skipped",
+    }
+    verdicts = {v["impl"]: v["verdict"] for v in lines(out, "versus")}
+    assert verdicts["peer:same"] == "faster"  # ours spins for 200 us
+    assert "peer:same is faster than torch" in stdout
+
+
 def test_killed_in_mid_run_then_resumed(tmp_path):
     out = tmp_path / "run.jsonl"
     options = (

@@ -16,7 +16,8 @@ import pytest
 from draftwood.bench import store
 from draftwood.bench.catalog import Catalog, Job
 from draftwood.bench.countdown import Countdown
-from draftwood.bench.suite import Options, Suite
+from draftwood.bench.state import Options
+from draftwood.bench.suite import Suite
 from draftwood.bench.supervisor import Worker
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))

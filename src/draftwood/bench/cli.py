@@ -86,7 +86,8 @@ def kernels(
     """Plan, check and measure kernels within a budget."""
     from draftwood.bench.live import Live
     from draftwood.bench.planner import MIN_VISITS
-    from draftwood.bench.suite import Options, Suite
+    from draftwood.bench.state import Options
+    from draftwood.bench.suite import Suite
 
     with _errors_named():
         seconds = parse_seconds("--budget", budget)
@@ -251,7 +252,8 @@ def _jobs(
         cache="warm" if cache == "declared" and not gpu else cache,  # type: ignore[arg-type]
         limit=CPU_CASES if limit is None and not gpu and not narrowed else limit,
     )
-    jobs = select(catalog, chosen, ("triton", "torch") if gpu else ("torch", "ref"))
+    usual = ("torch", "triton") if gpu else ("torch", "ref") if chosen.suite == "small" else ("torch",)
+    jobs = select(catalog, chosen, usual)
     if not jobs:
         raise UsageError("nothing to measure: no case is left after the filters")
     if vs is not None and not any(job.impl == vs for job in jobs):

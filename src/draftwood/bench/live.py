@@ -12,9 +12,10 @@ from rich.table import Table
 
 from draftwood.bench.countdown import Countdown
 from draftwood.bench.planner import Plan, cost
-from draftwood.bench.suite import State
+from draftwood.bench.state import State
 
 DEAREST = 5
+MOST_LEFT_OUT = 20
 
 
 class Live:
@@ -57,13 +58,12 @@ class Live:
     def plan(self, plan: Plan, states: Mapping[str, State], left_s: float) -> None:
         console = Console(highlight=False) if self.full_plan else self.console  # asked for: goes to stdout
         console.print(plan_table(plan, states, self.min_visits, self.full_plan))
-        verdict = (
-            "fits"
-            if not plan.left_out
-            else f"{len(plan.left_out)} of {len(plan.fits) + len(plan.left_out)} do not fit"
-        )
+        n, left_out = len(plan.fits) + len(plan.left_out), len(plan.left_out)
+        compiling = sum(s.info["compile_s"] for s in states.values() if s.info)
         console.print(
-            f"least visits of every case: {plan.total_s:.1f} s of the {left_s:.1f} s left: {verdict}",
+            f"{n} cases, at least {self.min_visits} visits each: {plan.total_s:.1f} s of the {left_s:.1f} s left: "
+            + (f"{left_out} do not fit" if left_out else "fits")
+            + (f"; compiled for {compiling:.1f} s on the side" if compiling >= 0.1 else ""),
             style="bold",
         )
 
@@ -75,17 +75,17 @@ class Live:
 
 
 def plan_table(plan: Plan, states: Mapping[str, State], min_visits: int, full: bool) -> Table:
-    """Seconds each: all cases, or the dearest ones and those that do not fit."""
+    """Seconds each: of all cases, or of the dearest ones and those that do not fit."""
     lots = sorted([*plan.fits, *plan.left_out], key=cost, reverse=True)
     left_out = {p.key for lot in plan.left_out for p in lot}
+    shown = lots if full else lots[: max(DEAREST, min(len(plan.left_out), MOST_LEFT_OUT))]
     out = Table(
         box=None, pad_edge=False, title="plan" if full else "plan: the dearest cases", title_justify="left"
     )
     for name in ("case", "us a call", "seconds", ""):
-        out.add_column(name, justify="left" if name in ("case", "") else "right")
-    for lot in lots if full else lots[:DEAREST]:
-        for p in lot:
-            info = states[p.key].info or {}
-            note = "does not fit" if p.key in left_out else ""
-            out.add_row(p.key, f"{info.get('estimate_us', 0):.1f}", f"{min_visits * p.visit_s:.3f}", note)
+        out.add_column(name, justify="left" if name in ("case", "") else "right", overflow="fold")
+    for p in (p for lot in shown for p in lot):
+        info = states[p.key].info or {}
+        note = "does not fit" if p.key in left_out else ""
+        out.add_row(p.key, f"{info.get('estimate_us', 0):.1f}", f"{min_visits * p.visit_s:.3f}", note)
     return out

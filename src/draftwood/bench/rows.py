@@ -92,6 +92,11 @@ def make_row(
     }
 
 
+def timed_s(row: Row) -> float:
+    """Seconds of the run that went into timings, all else being overhead."""
+    return float(sum(map(sum, row.get("timings_us") or ())) * row.get("calls", 0) / 1e6)
+
+
 def _dtype(job: Job) -> str:
     return str(dict(job.case.axes).get("dtype", "float32"))
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 import signal
 import statistics
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from draftwood.bench import rows as rows_
 from draftwood.bench import stats, store
 from draftwood.bench.catalog import Catalog, Job
 from draftwood.bench.countdown import Countdown
-from draftwood.bench.planner import LOST, MIN_VISITS, WARM_UP_US, Plan, Progress, Scheduler, make_plan
+from draftwood.bench.planner import LOST, MIN_VISITS, WARM_UP_US, Progress, Scheduler, make_plan
+from draftwood.bench.state import Options, State, Watcher
 from draftwood.bench.supervisor import Slot, StartWorker, WorkerLost
 from draftwood.bench.work import Ceilings
 
@@ -29,48 +27,6 @@ MOST_TIMINGS = 5
 STRIKES = 2
 SLOW_CLOCK = 0.75
 VISIT_OVERHEAD_S = 0.001
-
-
-@dataclass(frozen=True)
-class Options:
-    """What one run is asked to do."""
-
-    device: str
-    budget_s: float
-    target: float = stats.NOISE_FLOOR
-    case_limit_s: float | None = None  # of preparing one case; None for a quarter of the budget
-    vs: str | None = None
-    plan_only: bool = False
-    once: bool = False
-    resume: Path | None = None
-    keep_failed: bool = False
-    argv: tuple[str, ...] = ()
-
-    @property
-    def limit_s(self) -> float:
-        return self.case_limit_s or max(5.0, self.budget_s / 4)
-
-
-@dataclass
-class State:
-    """One job while the run lasts."""
-
-    job: Job
-    info: dict[str, Any] | None = None
-    progress: Progress | None = None
-    clocks: list[float] = field(default_factory=list)
-    throttle: Counter[str] = field(default_factory=Counter)
-    slow_visits: int = 0
-    timings: int = 1  # per visit, odd
-
-
-class Watcher(Protocol):
-    """Who shows how the run goes."""
-
-    def phase(self, name: str, total: int) -> None: ...
-    def step(self, what: str, done: int) -> None: ...
-    def plan(self, plan: Plan, states: Mapping[str, State], left_s: float) -> None: ...
-    def warn(self, message: str) -> None: ...
 
 
 class Suite:
@@ -130,6 +86,8 @@ class Suite:
     def _begin(self) -> None:
         self.watcher.phase("starting the worker", 0)
         self.device = self.slot.hello()["device"]
+        if self.device.get("shared_by_others"):
+            self.watcher.warn("other processes hold memory of this device: they may disturb the timings")
         self.versions = {**store.versions(), "torch": self.device["torch"], "python": self.device["python"]}
         self.common: dict[str, Any] = {
             "device": self.device["name"],
@@ -366,14 +324,15 @@ class Suite:
             for state in self.states.values():
                 if state.job.id not in self.finished:
                     self._finish(state.job.id, "budget", self.ended_by or "not prepared")
-            used = self.countdown.used()
-            end = {
-                "type": "end",
-                "promised_s": self.options.budget_s,
-                "used_s": used,
-                "seconds": self.seconds,
-            }
-            self.out.append(end)
+            self.out.append(
+                {
+                    "type": "end",
+                    "promised_s": self.options.budget_s,
+                    "used_s": self.countdown.used(),
+                    "timed_s": sum(rows_.timed_s(row) for row in self.rows),
+                    "seconds": self.seconds,
+                }
+            )
         self.slot.drop(grace_s=0.0)
 
     @contextmanager
