@@ -20,8 +20,10 @@ LINUX = ("manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux_2_27_x86_64
 MAC = ("macosx_11_0_arm64", "macosx_12_0_arm64", "macosx_14_0_arm64")
 BIG_ON_LINUX = {"torch", "ray"}  # the same Python source without gigabytes of binaries
 PYTHONS = ("3.12", "3.14.2", "3.11")
-PERMISSIVE = re.compile(r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|ISC|0BSD|HPND|Unlicense)\b", re.I)
-COPYLEFT = re.compile(r"\b(A?GPL|LGPL|General Public|EUPL|CeCILL|MPL|Mozilla)", re.I)
+PERMISSIVE = re.compile(
+    r"\b(MIT|BSD|Apache|PSF|Python Software Foundation|ISC|0BSD|HPND|Unlicense)\b", re.IGNORECASE
+)
+COPYLEFT = re.compile(r"\b(A?GPL|LGPL|General Public|EUPL|CeCILL|MPL|Mozilla)", re.IGNORECASE)
 
 
 def pins() -> list[tuple[str, str]]:
@@ -51,7 +53,7 @@ def fetch(folder: Path, name: str, version: str) -> Path:
         command += ["--python-version", python, "--implementation", "cp", "-d", str(folder)]
         command += [f"--abi={abi}" for abi in (tag, "abi3", "none")]
         command += [f"--platform={p}" for p in (MAC if name in BIG_ON_LINUX else LINUX)]
-        ran = subprocess.run([*command, f"{name}=={version}"], capture_output=True, text=True)
+        ran = subprocess.run([*command, f"{name}=={version}"], check=False, capture_output=True, text=True)
         if ran.returncode == 0 and (found := wheel_of(folder, name, version)):
             return found
         said = (ran.stderr.strip().splitlines() or ["nothing"])[-1]

@@ -34,9 +34,9 @@ SKIPPED_PARTS = re.compile(
     r"tests?|testing|test_.*|.*_tests?|conftest\.py|.*_pb2(_grpc)?\.py|_generated|generated|[^/]*\.dist-info|[^/]*\.data)(/|$)"
 )
 GENERATED = re.compile(
-    r"(auto-?matically |auto-?)?generated (by|from|file|code)|do not edit|@generated", re.I
+    r"(auto-?matically |auto-?)?generated (by|from|file|code)|do not edit|@generated", re.IGNORECASE
 )
-LICENCE = re.compile(r"copyright|licen[cs]e|spdx|all rights reserved", re.I)
+LICENCE = re.compile(r"copyright|licen[cs]e|spdx|all rights reserved", re.IGNORECASE)
 
 
 def cleaned(text: str) -> str | None:

@@ -12,7 +12,7 @@ from draftwood.tree import from_parents
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "bundled_pair"
 sys.path.insert(0, str(RECIPE))
-from target_model import TINY, TrainableTarget, save_folder  # noqa: E402
+from target_model import TINY, TrainableTarget, save_folder
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def model():
     for name, p in list(model.named_parameters()) + list(model.named_buffers()):
         if p.ndim == 1:  # norms and router biases away from their start
             p.data += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name)))
-    for name, p in model.named_parameters():  # bf16 values, so that the file holds them exactly
+    for p in model.parameters():  # bf16 values, so that the file holds them exactly
         p.data = p.data.bfloat16().double()
     for b in model.buffers():
         b.data = b.data.float().double()

@@ -32,18 +32,16 @@ class Blocks:
 def pick_anchors(sequences: Sequences, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Anchors [n, count] i64, uniform without replacement and ascending, and whether each is used, [n, count].
 
-    Candidates run from the last prompt token, where drafting starts, to the last token but one. `generator` lives on the CPU.
+    Candidates run from the last prompt token, where drafting starts, to the last token but one. `generator` lives
+    where the sequences do.
     """
     n, S = sequences.ids.shape
-    position = torch.arange(S)
-    start, end = sequences.start.cpu()[:, None], sequences.end.cpu()[:, None]
-    candidate = (position >= start - 1) & (position < end - 1)
-    draw = torch.rand(n, S, generator=generator).masked_fill_(~candidate, -1.0)
+    position = torch.arange(S, device=sequences.ids.device)
+    candidate = (position >= sequences.start[:, None] - 1) & (position < sequences.end[:, None] - 1)
+    draw = torch.rand(n, S, generator=generator, device=position.device).masked_fill_(~candidate, -1.0)
     best, anchors = draw.topk(min(count, S), 1)
     anchors, order = torch.where(best >= 0, anchors, S - 1).sort(1)
-    used = (best >= 0).gather(1, order)
-    device = sequences.ids.device
-    return anchors.to(device), used.to(device)
+    return anchors, (best >= 0).gather(1, order)
 
 
 def make_blocks(sequences: Sequences, anchors: Tensor, used: Tensor, depth: int, gamma: float) -> Blocks:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftwood.models.config import TargetConfig
-from draftwood.models.drafter import Drafter
+from draftwood.models.drafter import Drafter, DraftLayer
 
 SHARD_BYTES = 15_000_000
 
@@ -78,7 +78,8 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     into_stream = (2 * config["num_hidden_layers"]) ** -0.5
 
     def matrix(rows: int, columns: int, scale: float = 1.0) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) * scale * columns**-0.5
+        tensor: Tensor = torch.randn(rows, columns, generator=generator) * (scale * columns**-0.5)
+        return tensor
 
     taps = len(config["dflash_config"]["target_layer_ids"])
     tensors = {
@@ -107,12 +108,13 @@ def published_tensors(drafter: Drafter) -> dict[str, Tensor]:
     """The drafter's parameters under the published names, on the CPU."""
     c = drafter.config
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    tensors = {
+    tensors: dict[str, Tensor] = {
         "fc.weight": drafter.fc,
         "hidden_norm.weight": drafter.context_norm,
         "norm.weight": drafter.norm,
     }
     for i, layer in enumerate(drafter.layers):
+        assert isinstance(layer, DraftLayer)
         name = f"layers.{i}."
         for part, rows in zip("qkv", drafter.qkv[i].split((q, kv, kv)), strict=True):
             tensors[f"{name}self_attn.{part}_proj.weight"] = rows

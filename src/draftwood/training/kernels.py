@@ -67,7 +67,7 @@ def dense_experts(
     weights, experts = route(x, router, bias, top_k=top_k, **routing)
     per_expert = torch.zeros(len(x), E, dtype=weights.dtype, device=x.device)
     per_expert.scatter_(1, experts.long(), weights)
-    gate, up = F.linear(x, gate_up.view(-1, d)).view(len(x), E, 2 * inner).chunk(2, -1)
+    gate, up = F.linear(x, gate_up.reshape(-1, d)).view(len(x), E, 2 * inner).chunk(2, -1)
     h = F.silu(gate) * up * per_expert[..., None].to(x.dtype)  # [N, E, I]
     return h.view(len(x), -1) @ down.transpose(1, 2).reshape(E * inner, d)
 
@@ -109,9 +109,8 @@ def attend_blocks(
         visible = visible & (distance <= 0)
     if window is not None:
         visible = visible & (distance > -window) & (causal | (distance < window))
-    o = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (by_sequence(q), k, v)), attn_mask=visible[:, None], scale=scale
-    )
+    q_all, k, v = by_sequence(q).transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    o = F.scaled_dot_product_attention(q_all, k, v, attn_mask=visible[:, None], scale=scale)
     return o.transpose(1, 2).reshape(q.shape)
 
 

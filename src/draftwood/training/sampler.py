@@ -49,7 +49,10 @@ def whole(target: Target, ids: Tensor, taps: tuple[int, ...] = ()) -> TargetOutp
     """One pass over whole sequences ids [B, S]; `target` was built with `training_kernels`."""
     B, S = ids.shape
     positions = torch.arange(S, device=ids.device, dtype=torch.int32).expand(B, -1)
-    return target(ids, positions, _no_pages(target, B), _chain(torch.zeros_like(ids[:, 0])), taps)
+    output: TargetOutput = target(
+        ids, positions, _no_pages(target, B), _chain(torch.zeros_like(ids[:, 0])), taps
+    )
+    return output
 
 
 def choose(logits: Tensor, temperature: Tensor, seed: Tensor, position: Tensor) -> Tensor:

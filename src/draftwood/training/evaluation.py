@@ -1,0 +1,132 @@
+"""Accept lengths of a drafter on the target's own text: chain and trees, without running the engine.
+
+The target's text is a function of its prompt, so what a round at some position would accept is known from that text, the
+draft there and the tree rule. All positions are drafted in one batch, and rounds are read off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwood.kernels.registry import Kernels
+from draftwood.models.drafter import Drafter
+from draftwood.models.target import Target
+from draftwood.training.blocks import draft
+from draftwood.training.sampler import Sequences, whole
+
+SIZES = (8, 16, 32, 64)
+"""Slots of the trees, root included."""
+
+TOP_K = 32
+ROWS = 1024
+"""Blocks whose logits are in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Tokens that a round starting at each position would emit: drafted ones accepted plus the bonus."""
+
+    chain: Tensor  # [n, A]
+    trees: dict[int, Tensor]  # slots -> [n, A]
+
+    def all(self) -> dict[str, Tensor]:
+        return {"chain": self.chain} | {str(n): t for n, t in self.trees.items()}
+
+
+@torch.inference_mode()
+def accepted_at(
+    drafter: Drafter,
+    target: Target,
+    sequences: Sequences,
+    anchors: Tensor,
+    *,
+    kernels: Kernels,
+    coupled: bool,
+    scale: float = 1.0,
+    rows: int = ROWS,
+) -> Accepted:
+    """What rounds at anchors [n, A] would emit of `sequences`, drafted with or without the target's noise.
+
+    `scale` multiplies the draft logits of rows at temperature > 0 before the noise is added.
+    """
+    n, A = anchors.shape
+    depth = drafter.config.block_size - 1
+    per = max(1, rows // A)
+    counts: dict[str, list[Tensor]] = {"chain": [], **{str(s): [] for s in SIZES}}
+    for at in range(0, n, per):
+        part, mine = sequences.rows(slice(at, at + per)), anchors[at : at + per]
+        output = whole(target, part.ids, drafter.config.target_layer_ids)
+        assert output.features is not None
+        hidden = draft(drafter, target, part.ids, output.features, mine).flatten(0, 1)
+        logits = target.logits(hidden.to(target.dtype))  # [R, D, V]
+        ahead = mine.flatten()[:, None] + torch.arange(1, depth + 1, device=mine.device)  # [R, D]
+        inside = ahead < part.end.repeat_interleave(mine.shape[1])[:, None]
+        last = part.ids.shape[1] - 1
+        true = part.ids.gather(1, ahead.clamp(max=last).view(len(mine), -1)).view(len(ahead), depth)
+        true = torch.where(inside, true, -1)
+        noise: dict[str, Tensor] = {}
+        if coupled:
+            temperature = part.temperature.repeat_interleave(mine.shape[1])
+            logits = torch.where((temperature > 0)[:, None, None], logits * scale, logits)
+            seed = part.seed.repeat_interleave(mine.shape[1])
+            noise = {"temperature": temperature, "seed": seed, "position": ahead.int()}
+        lp, ids = kernels.topk_logprobs(logits, min(TOP_K, logits.shape[-1]), **noise)
+        counts["chain"].append(((ids[:, :, 0] == true).int().cumprod(1).sum(1) + 1).view(mine.shape))
+        lengths = tree_lengths(lp, ids, true, kernels)
+        for size in SIZES:
+            counts[str(size)].append(lengths[size].view(mine.shape))
+    joined = {k: torch.cat(v) for k, v in counts.items()}
+    return Accepted(joined.pop("chain"), {int(k): v for k, v in joined.items()})
+
+
+def tree_lengths(lp: Tensor, ids: Tensor, true: Tensor, kernels: Kernels) -> dict[int, Tensor]:
+    """Slots -> tokens emitted [R] by a round over the best-first tree of so many slots; true [R, D] is what follows.
+
+    Slots are in pop order, so the tree of N slots is the first N slots of a larger one.
+    """
+    slots = max(SIZES)
+    root = torch.zeros(len(lp), dtype=torch.int32, device=lp.device)
+    unlimited = torch.full_like(root, -torch.inf, dtype=torch.float32)
+    tree = kernels.tree_build(root, lp, ids, torch.full_like(root, slots), unlimited, slots=slots)
+    wanted = torch.cat((root[:, None], true), 1).gather(1, tree.depths.long())  # [R, slots]
+    taken = torch.zeros_like(tree.depths, dtype=torch.bool)
+    taken[:, 0] = True
+    for slot in range(1, slots):
+        parent = tree.parents[:, slot : slot + 1].clamp(min=0).long()
+        taken[:, slot] = taken.gather(1, parent)[:, 0] & (tree.tokens[:, slot] == wanted[:, slot])
+        taken[:, slot] &= slot < tree.n_slots
+    depth = torch.where(taken, tree.depths, 0)
+    return {size: depth[:, :size].amax(1) + 1 for size in SIZES}
+
+
+def spread_anchors(sequences: Sequences, count: int) -> Tensor:
+    """[n, count] positions spread evenly over each continuation, from the last prompt token on."""
+    share = torch.linspace(0, 1, count, device=sequences.ids.device)
+    start, end = sequences.start[:, None], sequences.end[:, None]
+    return ((start - 1) + share * (end - 1 - start)).long()
+
+
+def tokens_per_round(accepted: Tensor, wanted: int) -> Tensor:
+    """[n] mean tokens per round when rounds follow one another from the first column of accepted [n, A].
+
+    Column a is a round whose root sits a tokens into the text; `wanted` tokens are made, and what the last round
+    makes beyond them is not counted.
+    """
+    n = len(accepted)
+    at = torch.zeros(n, dtype=torch.int64, device=accepted.device)
+    rounds = torch.zeros_like(at)
+    while bool((at < wanted).any()):
+        live = at < wanted
+        made = accepted.gather(1, at.clamp(max=accepted.shape[1] - 1)[:, None])[:, 0]
+        at = torch.where(live, at + made, at)
+        rounds += live
+    return wanted / rounds
+
+
+def distinct_share(ids: Tensor, n: int = 4) -> Tensor:
+    """[rows] distinct n-grams over n-grams of ids [rows, T]; a text that repeats itself has a low one."""
+    grams = ids.unfold(1, n, 1)
+    return torch.tensor([len({tuple(g) for g in row}) / len(row) for row in grams.tolist()])
