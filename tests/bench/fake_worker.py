@@ -1,6 +1,7 @@
 """A worker without torch: answers in the protocol of the real one, its behaviour named by the implementation.
 
-fast, dear (300 ms), half (half the time of fast), silent (never answers), stubborn (and ignores SIGTERM), dies, slow_clock.
+fast, dear (300 ms), half (half the time of fast), silent (never answers), stubborn (and ignores SIGTERM), dies,
+dies_later (at its third visit), slow_clock.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 
 LOG = os.environ.get("FAKE_WORKER_LOG")
+VISITS = Counter()
 TIMES = {"half": 500.0, "dear": 300_000.0}
 
 
@@ -39,6 +42,9 @@ def prepare(impl):
 
 
 def sample(impl, n):
+    VISITS[impl] += 1
+    if impl == "dies_later" and VISITS[impl] == 3:
+        os._exit(7)
     us = TIMES.get(impl, 1000.0)
     time.sleep(us / 1e6)
     if impl == "suspect":

@@ -72,6 +72,23 @@ def test_intervals_cover_the_true_median_when_stopped_by_the_rule(stream):
     assert np.mean([low <= truth <= high for low, high in intervals]) >= 0.93
 
 
+def test_noise_that_wanders_over_visits_covers_less():
+    """As docs/bench.md admits."""
+    rng = np.random.default_rng(11)
+
+    def wandering():
+        state = [rng.standard_normal()]
+
+        def visit():
+            state[0] = 0.6 * state[0] + 0.8 * rng.standard_normal()
+            return 1 + 0.02 * state[0] + 0.005 * rng.standard_normal(TIMINGS)
+
+        return visit
+
+    intervals = [stats.median_interval(measured_by_the_rule(wandering(), 0.01)) for _ in range(500)]
+    assert 0.85 <= np.mean([low <= 1 <= high for low, high in intervals]) < 0.95
+
+
 @pytest.mark.parametrize("n", [6, 7, 10, 31, 100, 1001])
 def test_interval_is_the_tightest_symmetric_one_of_order_statistics(n):
     values = [float(i // 2 if i % 2 else n - 1 - i // 2) for i in range(n)]  # high, low, high, low: no trend

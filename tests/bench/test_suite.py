@@ -219,6 +219,15 @@ def test_slower_than_the_other_is_exit_code_1(suite):
     assert run.versus[0]["verdict"] == "slower"
 
 
+def test_a_loss_while_measuring_leaves_the_others_their_visits(suite):
+    run = suite("dies_later", "fast", "half", vs="fast")
+    assert run.run() == 3
+    by_impl = {impl: [r for r in run.rows if r["impl"] == impl] for impl in ("dies_later", "fast", "half")}
+    assert [r["status"] for r in by_impl["dies_later"]] == ["crash"] * 3
+    assert all(r["status"] == "ok" for r in by_impl["fast"] + by_impl["half"])
+    assert {v["impl"] for v in run.versus} == {"half"}
+
+
 def test_impossibly_fast_is_suspect(suite):
     run = suite("suspect", cases=CASES[:1])
     assert run.run() == 3

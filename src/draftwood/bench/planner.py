@@ -95,6 +95,11 @@ def cost(lot: Lot) -> float:
     return sum(p.visit_s for p in lot)
 
 
+def visited(lot: Lot) -> int:
+    """How often; a member that was lost is not counted."""
+    return max(p.n for p in lot)
+
+
 def make_plan(lots: Sequence[Lot], left_s: float, min_visits: int = MIN_VISITS) -> Plan:
     """Keep as many lots as the time allows: the dearest are left out first."""
     fits, left_out, total = [], [], 0.0
@@ -121,9 +126,9 @@ class Scheduler:
     def next(self, left_s: float) -> Lot | None:
         """The lot to visit now; None when all have stopped or none fits into `left_s`."""
         able = [lot for lot in self.lots if self.is_open(lot) and cost(lot) <= left_s]
-        young = [lot for lot in able if lot[0].n < self.min_visits]
+        young = [lot for lot in able if visited(lot) < self.min_visits]
         if young:
-            return min(young, key=lambda lot: lot[0].n)
+            return min(young, key=visited)
         return max(able, key=lambda lot: self._gap(lot) / max(cost(lot), 1e-6), default=None)
 
     def _gap(self, lot: Lot) -> float:
@@ -139,6 +144,6 @@ class Scheduler:
             if p.n and p.label != LOST:
                 p.label = None
                 p.judge(self.target, self.share_s)
-        if self.min_visits < MIN_VALUES and lot[0].n >= self.min_visits:
+        if self.min_visits < MIN_VALUES and visited(lot) >= self.min_visits:
             for p in lot:
                 p.close(self.target)

@@ -17,7 +17,7 @@ from draftwood.bench import rows as rows_
 from draftwood.bench import stats, store
 from draftwood.bench.catalog import Catalog, Job
 from draftwood.bench.countdown import Countdown
-from draftwood.bench.planner import LOST, MIN_VISITS, WARM_UP_US, Progress, Scheduler, make_plan
+from draftwood.bench.planner import LOST, MIN_VISITS, WARM_UP_US, Progress, Scheduler, make_plan, visited
 from draftwood.bench.state import Options, State, Watcher
 from draftwood.bench.supervisor import Slot, StartWorker, WorkerLost
 from draftwood.bench.work import Ceilings
@@ -52,6 +52,7 @@ class Suite:
         self.seconds: dict[str, float] = {}
         self.min_visits = 1 if options.once else MIN_VISITS
         self.ended_by = ""
+        self.disk_failed = False
 
     def run(self) -> int:
         """Everything, in order. Returns the exit code; the rows are in `rows`, on disk as well."""
@@ -216,7 +217,7 @@ class Suite:
         self.watcher.phase("measuring", len(self.jobs))
         while (lot := scheduler.next(self.countdown.left())) is not None:
             self.watcher.step(lot[0].key, len(self.rows))
-            for p in lot if lot[0].n % 2 == 0 else list(reversed(lot)):
+            for p in lot if visited(lot) % 2 == 0 else list(reversed(lot)):
                 self._visit(self.states[p.key])
             scheduler.judge(lot)
             if not scheduler.is_open(lot):
@@ -253,9 +254,8 @@ class Suite:
 
     def _is_slow(self, reply: Mapping[str, Any]) -> bool:
         """Whether the chip's clock was well below what this run has seen; such a visit is made once more."""
-        return len(self.clocks) >= 8 and reply.get("clock_mhz", 1e9) < SLOW_CLOCK * statistics.median(
-            self.clocks
-        )
+        recent = self.clocks[-200:]
+        return len(recent) >= 8 and reply.get("clock_mhz", 1e9) < SLOW_CLOCK * statistics.median(recent)
 
     # ending
 
@@ -273,7 +273,8 @@ class Suite:
         for s in others:
             if s.progress is None or not s.progress.n or s.progress.label == LOST:
                 continue
-            clocks = (statistics.median(s.clocks), statistics.median(base.clocks)) if base.clocks else None
+            known = s.clocks and base.clocks
+            clocks = (statistics.median(s.clocks), statistics.median(base.clocks)) if known else None
             result = stats.compare(s.progress.values, base.progress.values, paired=True, clocks=clocks)
             line = {
                 "type": "versus",
@@ -310,8 +311,9 @@ class Suite:
         self.rows.append(row)
         self.finished.add(key)
         self.out.append(row)
-        if self.out.error:
+        if self.out.error and not self.disk_failed:
             self.watcher.warn(f"`{self.out.path}` cannot be written ({self.out.error}); going on")
+        self.disk_failed = self.out.error is not None
 
     def _close(self) -> None:
         """Label and store what is open, whatever ended the run."""
