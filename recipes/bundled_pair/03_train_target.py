@@ -42,6 +42,13 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--context", type=int, default=1024)
     p.add_argument("--lr", type=float, default=2.5e-3)
     p.add_argument("--capacity", type=float, default=1.5, help="rows per expert over an equal share")
+    p.add_argument("--init", type=Path, help="target folder to start from, instead of random weights")
+    p.add_argument(
+        "--max-repetition",
+        type=float,
+        default=1.0,
+        help="no loss on stretches of 128 tokens in which a larger share of 4-grams is repeated",
+    )
     p.add_argument("--device", default="cuda")
     p.add_argument("--no-compile", action="store_true")
     p.add_argument("--tiny", action="store_true", help="a rehearsal: the same code, a tiny model")
@@ -56,18 +63,33 @@ def load(folders: list[Path], name: str) -> np.ndarray:
     return np.concatenate([np.frombuffer(lzma.decompress(f.read_bytes()), np.uint16) for _, f in files])
 
 
+STRETCH = 128
+
+
+def repetitive(tokens: Tensor, most: float) -> Tensor:
+    """[n] bool: tokens of stretches in which more than `most` of the 4-grams came before in the stretch."""
+    found = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    for at in range(0, len(tokens) // STRETCH * STRETCH, STRETCH << 16):
+        part = tokens[at : at + (STRETCH << 16)]
+        rows = part[: len(part) // STRETCH * STRETCH].view(-1, STRETCH).long()
+        grams = sum(rows[:, i : STRETCH - 3 + i] << (16 * i) for i in range(4)).sort(1).values
+        repeated = (grams.diff(dim=1) == 0).double().sum(1) / grams.shape[1]
+        found[at : at + rows.numel()] = (repeated > most).repeat_interleave(STRETCH)
+    return found
+
+
 class Windows:
     """Windows of T + 1 tokens; each epoch shifts their grid and their order, a function of the step alone."""
 
-    def __init__(self, tokens: Tensor, batch: int, context: int) -> None:
-        self.tokens, self.batch, self.context = tokens, batch, context
+    def __init__(self, tokens: Tensor, batch: int, context: int, unlearnt: Tensor | None = None) -> None:
+        self.tokens, self.batch, self.context, self.unlearnt = tokens, batch, context, unlearnt
         self.per_epoch = (len(tokens) - 2 * context) // context // batch
         if self.per_epoch < 1:
             raise SystemExit(f"{len(tokens)} tokens are fewer than one batch of {batch} x {context}")
         self.epoch, self.starts = -1, torch.empty(0)
 
-    def at(self, step: int) -> Tensor:
-        """[batch, context + 1] int64."""
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels, each [batch, context] int64; a label that carries no loss is -100."""
         epoch, row = divmod(step, self.per_epoch)
         if epoch != self.epoch:
             rng = torch.Generator().manual_seed(epoch)
@@ -76,7 +98,12 @@ class Windows:
             self.starts = (torch.randperm(n, generator=rng) * self.context + offset).to(self.tokens.device)
             self.epoch = epoch
         starts = self.starts[row * self.batch : (row + 1) * self.batch, None]
-        return self.tokens[starts + torch.arange(self.context + 1, device=starts.device)].long()
+        where = starts + torch.arange(self.context + 1, device=starts.device)
+        ids = self.tokens[where].long()
+        labels = ids[:, 1:]
+        if self.unlearnt is not None:
+            labels = labels.masked_fill(self.unlearnt[where[:, 1:]], -100)
+        return ids[:, :-1], labels
 
 
 def half(device: str) -> torch.autocast:
@@ -96,7 +123,9 @@ def held_loss(model: TrainableTarget, tokens: Tensor, context: int, most: int, d
     total = 0.0
     for part in rows.split(16):
         with half(device), torch.compiler.set_stance("force_eager"):
-            total += model.loss(part.long(), model.exact_capacity())[0].item() * len(part)
+            part = part.long()
+            loss, _ = model.loss(part[:, :-1], part[:, 1:], model.exact_capacity())
+            total += loss.item() * len(part)
     return total / len(rows)
 
 
@@ -113,6 +142,8 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.model = TrainableTarget(TINY if args.tiny else CONFIG).to(args.device)
+        if args.init:
+            self.model.load_published(args.init)
         self.model.stream = torch.bfloat16 if args.device == "cuda" else None
         self.optimiser = optimiser(self.model, args.lr)
         self.step, self.seconds = 0, 0.0
@@ -151,7 +182,7 @@ def train(run: Run, windows: Windows, report: Callable[[dict], None]) -> None:
         for group in run.optimiser.param_groups:
             group["lr"] = args.lr * lr_share(run.seconds / args.seconds)
         with half(args.device):
-            loss, loads = model.loss(windows.at(run.step), args.capacity)
+            loss, loads = model.loss(*windows.at(run.step), args.capacity)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         run.optimiser.step()
@@ -194,7 +225,10 @@ def main() -> None:
         torch.from_numpy(load(args.data, n).astype(np.int16)).to(args.device) for n in ("train", "held")
     )
     facts = json.loads(next(f / "facts.json" for f in args.data if (f / "facts.json").exists()).read_text())
-    run, windows = Run(args), Windows(tokens, args.batch, args.context)
+    unlearnt = repetitive(tokens, args.max_repetition) if args.max_repetition < 1 else None
+    run, windows = Run(args), Windows(tokens, args.batch, args.context, unlearnt)
+    if unlearnt is not None:
+        print(f"{unlearnt.double().mean().item():.1%} of the tokens carry no loss")
     size = sum(p.numel() for p in run.model.parameters()) / 1e6
     print(
         f"{size:.1f} M parameters, {len(tokens) / 1e6:.1f} M tokens, {time.perf_counter() - began:.0f} s to load"

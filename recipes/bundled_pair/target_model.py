@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 CONFIG = {
@@ -258,10 +258,10 @@ class TrainableTarget(nn.Module):
                 loads.append(load)
         return self.norm(x), torch.stack(loads)
 
-    def loss(self, ids: Tensor, capacity_factor: float) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy of ids [B, T + 1], in nats per token, and the loads."""
-        hidden, loads = self(ids[:, :-1], capacity_factor)
-        return self.cross_entropy(hidden, ids[:, 1:]), loads
+    def loss(self, ids: Tensor, labels: Tensor, capacity_factor: float) -> tuple[Tensor, Tensor]:
+        """Mean cross-entropy in nats per token over labels [B, T] that are not -100, and the loads."""
+        hidden, loads = self(ids, capacity_factor)
+        return self.cross_entropy(hidden, labels), loads
 
     def cross_entropy(self, hidden: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(wide(self.head(hidden)).flatten(0, 1), labels.flatten())
@@ -272,6 +272,36 @@ class TrainableTarget(nn.Module):
             layer.compile(dynamic=False)
         self.cross_entropy = torch.compile(self.cross_entropy, dynamic=False)
 
+    @torch.no_grad()
+    def load_published(self, folder: Path) -> None:
+        """Take the weights of a folder that `save_folder` wrote."""
+        stored = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            stored |= load_file(file)
+        for name, mine in self.views().items():
+            value = stored[name].to(mine)
+            rows = self.file_order(name)
+            mine.copy_(value) if rows is None else mine.index_copy_(0, rows.to(mine.device), value)
+
+    def published(self) -> dict[str, Tensor]:
+        """Tensors under the published names; fp32, experts apart, RoPE rows interleaved."""
+        out = {}
+        for name, mine in self.views().items():
+            rows = self.file_order(name)
+            value = mine.detach().float().cpu()
+            out[name] = (value if rows is None else value[rows]).contiguous()
+        return out
+
+    def file_order(self, name: str) -> Tensor | None:
+        """Which of our rows each row of the file is; None for the same order."""
+        c = self.c
+        N, P, R = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["kv_lora_rank"]
+        pairs = torch.arange(P).view(2, -1).T.flatten()  # of half-split rows, interleaved
+        if name.endswith("q_proj.weight"):
+            head = torch.cat((torch.arange(N), N + pairs))
+            return (torch.arange(c["num_attention_heads"])[:, None] * (N + P) + head).flatten()
+        return torch.cat((torch.arange(R), R + pairs)) if "kv_a_proj" in name else None
+
     def exact_capacity(self) -> float:
         """The capacity factor at which no token can be dropped: what the published model computes."""
         return self.c["n_routed_experts"] / self.c["num_experts_per_tok"]
@@ -281,10 +311,9 @@ class TrainableTarget(nn.Module):
         for layer, load in zip((m for m in self.layers if isinstance(m.mlp, MoE)), loads, strict=True):
             layer.mlp.bias += step * torch.sign(1.0 - load)
 
-    def published(self) -> dict[str, Tensor]:
-        """Tensors under the published names; fp32, experts apart, RoPE rows interleaved."""
-        c, out = self.c, {}
-        P = c["qk_rope_head_dim"]
+    def views(self) -> dict[str, Tensor]:
+        """Views of the parameters under the published names: what is written to one is written to the other."""
+        out: dict[str, Tensor] = {}
 
         def swiglu(name: str, gate_up: Tensor, down: Tensor) -> None:
             out[f"{name}.gate_proj.weight"], out[f"{name}.up_proj.weight"] = gate_up.chunk(2)
@@ -296,8 +325,8 @@ class TrainableTarget(nn.Module):
             name, a = f"model.layers.{i}", layer.attention
             out[f"{name}.input_layernorm.weight"] = layer.attention_norm.weight
             out[f"{name}.post_attention_layernorm.weight"] = layer.mlp_norm.weight
-            out[f"{name}.self_attn.q_proj.weight"] = interleaved(a.q.weight, c["num_attention_heads"], P)
-            out[f"{name}.self_attn.kv_a_proj_with_mqa.weight"] = interleaved(a.kv_a.weight, 1, P)
+            out[f"{name}.self_attn.q_proj.weight"] = a.q.weight
+            out[f"{name}.self_attn.kv_a_proj_with_mqa.weight"] = a.kv_a.weight
             out[f"{name}.self_attn.kv_a_layernorm.weight"] = a.kv_norm.weight
             out[f"{name}.self_attn.kv_b_proj.weight"] = a.kv_b.weight
             out[f"{name}.self_attn.o_proj.weight"] = a.o.weight
@@ -310,15 +339,7 @@ class TrainableTarget(nn.Module):
             swiglu(f"{name}.mlp.shared_experts", moe.shared.gate_up.weight, moe.shared.down.weight)
             for e in range(moe.E):
                 swiglu(f"{name}.mlp.experts.{e}", moe.gate_up[e].T, moe.down[e].T)
-        return {k: v.detach().float().cpu().contiguous() for k, v in out.items()}
-
-
-def interleaved(weight: Tensor, heads: int, rope_dim: int) -> Tensor:
-    """Each head's last rope_dim rows from half-split to the file's interleaved pairs."""
-    per_head = weight.view(heads, -1, weight.shape[-1])
-    fixed, rope = per_head[:, :-rope_dim], per_head[:, -rope_dim:]
-    rope = torch.stack(rope.chunk(2, 1), 2).flatten(1, 2)
-    return torch.cat((fixed, rope), 1).reshape_as(weight)
+        return out
 
 
 SHARD = 15_000_000  # bytes

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from support.tiny import write_drafter
-
 from draftwood import LLM, SamplingParams
 from draftwood.cache.pools import DraftContext
 from draftwood.drafting import DFlashDrafting
@@ -15,6 +13,7 @@ from draftwood.training.blocks import draft
 from draftwood.training.evaluation import accepted_at, tokens_per_round
 from draftwood.training.kernels import attend_blocks, training_kernels
 from draftwood.training.sampler import Sampler, Sequences, whole
+from support.tiny import write_drafter
 
 NEW = 40
 

@@ -79,3 +79,11 @@ def test_a_full_expert_drops_what_does_not_fit(model):
     kept = (y - moe.shared(x)).abs().sum(-1) > 0
     assert kept.sum() == 256  # 512 tokens x 2 choices over 4 experts, an equal share each
     assert load.max() == 2.0
+
+
+def test_a_saved_folder_can_be_gone_on_from(model, tmp_path):
+    save_folder(tmp_path, TINY, model.published())
+    again = TrainableTarget(TINY, seed=9).double()
+    again.load_published(tmp_path)
+    states = model.state_dict(), again.state_dict()
+    assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
