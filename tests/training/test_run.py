@@ -116,6 +116,19 @@ def test_interrupted_and_resumed_is_uninterrupted(folders, prompts, trained, tmp
         assert all(torch.equal(a[k], b[k]) for k in a)
 
 
+def test_a_run_can_start_from_a_drafter(folders, prompts, trained, tmp_path):
+    """And does better at once than the first one did; one of another shape is refused."""
+    result = train(folders, prompts, tmp_path / "a", "--init", str(trained[0]))
+    assert result.exit_code == 0, result.output
+    first, second = (
+        json.loads((f / "training.json").read_text())["losses"][0][1] for f in (trained[0], tmp_path / "a")
+    )
+    assert second < 0.9 * first
+    result = train(folders, prompts, tmp_path / "b", "--init", str(trained[0]), "--intermediate-size", "16")
+    assert result.exit_code == 2
+    assert "another shape" in " ".join(result.output.split())
+
+
 def test_other_settings_do_not_resume(folders, prompts, trained):
     result = train(folders, prompts, trained[0], "--lr", "0.1")
     assert result.exit_code == 2

@@ -98,6 +98,9 @@ def drafter(
     head_dim: Annotated[int | None, typer.Option(help="Width of a head.")] = None,
     intermediate_size: Annotated[int | None, typer.Option(help="Width of the MLPs.")] = None,
     mask_token_id: Annotated[int | None, typer.Option(help="Default: the tokenizer's mask token.")] = None,
+    init: Annotated[
+        str | None, typer.Option(help="Drafter folder to start from instead of at random.")
+    ] = None,
     length: Annotated[int, typer.Option(help="Tokens of prompt and continuation.")] = 512,
     temperatures: Annotated[str, typer.Option(help="Of the continuations, taken in turn.")] = "0",
     eval_prompts: Annotated[int, typer.Option(help="Held out from the end of the data.")] = 64,

@@ -102,10 +102,19 @@ def _drafter(folder: Path, target: Target, s: TrainSettings, start: Path, device
         head_dim=s.head_dim or c.hidden_size // heads,
         intermediate_size=s.intermediate_size or c.intermediate_size,
     )
+    kernels = training_kernels(device)
+
+    def load(place: Path) -> Drafter:
+        return Drafter.from_folder(place, target=target, dtype=torch.float32, device=device, kernels=kernels)
+
     save_folder(start, config, random_tensors(config, s.seed), torch.float32)
-    return Drafter.from_folder(
-        start, target=target, dtype=torch.float32, device=device, kernels=training_kernels(device)
-    )
+    drafter = load(start)
+    if s.init is not None:
+        other = load(resolve(s.init))
+        if other.config.model_copy(update={"file": drafter.config.file}) != drafter.config:
+            raise ValueError(f"init: {s.init} is a drafter of another shape than these settings describe")
+        drafter.load_state_dict(other.state_dict())
+    return drafter
 
 
 def _mask_token(folder: Path) -> int:

@@ -28,6 +28,8 @@ class TrainSettings(BaseModel):
     """None takes the target's dense one."""
     mask_token_id: int | None = Field(None, ge=0)
     """None takes `mask_token` of the target's tokenizer_config.json."""
+    init: str | None = None
+    """Drafter folder whose weights to start from, of the same shape; None starts at random."""
 
     length: int = Field(512, ge=4)
     """Prompt and continuation together."""
