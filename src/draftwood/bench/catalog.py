@@ -11,6 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -128,8 +129,8 @@ class Catalog:
         if kernel in self.extra:
             return [Path(str(self.extra[kernel].__file__))]
         folder = f"draftwood.kernels.{kernel}"
-        names = [f"{folder}.{registry.IMPLEMENTATIONS[impl]}", f"{folder}.cases", f"{folder}.ref"]
-        return _import_closure(names)
+        implementation = f"{folder}.{registry.IMPLEMENTATIONS[impl]}"
+        return _import_closure((implementation, f"{folder}.cases", f"{folder}.ref"))
 
 
 def load_file(path: Path) -> ModuleType:
@@ -169,7 +170,8 @@ def read_peer(path: Path) -> Peer:
     return Peer(str(constants["KERNEL"]), str(constants["NAME"]), path, None if mask is None else str(mask))
 
 
-def _import_closure(names: Sequence[str]) -> list[Path]:
+@cache
+def _import_closure(names: tuple[str, ...]) -> list[Path]:
     """Files of the modules and of everything under `draftwood.kernels` and `draftwood.tree` that they import."""
     seen: dict[str, Path] = {}
     todo = list(names)

@@ -197,10 +197,13 @@ def compare(
 
 
 @app.command("spread")
-def spread_(runs: Annotated[list[Path], typer.Argument(help="Stored runs of the same cases.")]) -> None:
+def spread_(
+    runs: Annotated[list[Path], typer.Argument(help="Stored runs of the same cases.")],
+    every: Annotated[bool, typer.Option("--all", help="Also rows that are timed but not ok.")] = False,
+) -> None:
     """How far the medians of the same case lie apart over whole runs."""
     with _errors_named():
-        lines = spread([store.read_run(path) for path in runs])
+        lines = spread([store.read_run(path) for path in runs], every)
         if not lines:
             raise UsageError("no case is ok in two of these runs")
         _console().print(spread_table(lines))

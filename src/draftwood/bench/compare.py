@@ -75,15 +75,15 @@ def comparison_table(lines: Sequence[Mapping[str, Any]]) -> Table:
     return out
 
 
-def spread(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Of every job that is ok in at least two runs: the range of its medians over the runs, relative to their median.
+def spread(runs: Sequence[Run], every: bool = False) -> list[dict[str, Any]]:
+    """Of each job that is ok (with `every`: timed) in two runs or more: the range of its medians over their median.
 
     `covered` is the share of runs whose stated interval holds the median over all runs.
     """
     by_job: dict[Any, list[Row]] = {}
     for run in runs:
         for row in run.rows:
-            if row["status"] == "ok":
+            if row["median_us"] and (every or row["status"] == "ok"):
                 by_job.setdefault(job_key(row), []).append(row)
     lines = []
     for rows in by_job.values():
