@@ -34,15 +34,14 @@ def tree_build(
     for name, size in (("slots", slots), ("D", D), ("K", K)):
         if size > _MOST[name]:
             raise ValueError(f"tree_build: {name} must be at most {_MOST[name]}, got {size}")
-    i32 = {"dtype": torch.int32, "device": lp.device}
     tree = DraftTree(
-        tokens=torch.empty(B, slots, **i32),
-        parents=torch.empty(B, slots, **i32),
-        depths=torch.empty(B, slots, **i32),
-        scores=torch.empty(B, slots, dtype=torch.float32, device=lp.device),
-        ancestors=torch.empty(B, slots, n_words(slots), dtype=torch.int64, device=lp.device),
-        n_slots=torch.empty(B, **i32),
-        status=torch.empty(B, **i32),
+        tokens=ids.new_empty(B, slots),
+        parents=ids.new_empty(B, slots),
+        depths=ids.new_empty(B, slots),
+        scores=lp.new_empty(B, slots),
+        ancestors=ids.new_empty((B, slots, n_words(slots)), dtype=torch.int64),
+        n_slots=ids.new_empty(B),
+        status=ids.new_empty(B),
     )
     if B > 0:
         _build[(B,)](
