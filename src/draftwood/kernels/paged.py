@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def similar_lengths(lengths: Sequence[int]) -> Iterable[list[int]]:
@@ -24,25 +25,31 @@ def past_end(lengths: Sequence[int], size: int, device: torch.device) -> Tensor:
     return torch.arange(size, device=device) >= torch.tensor(lengths, device=device)[:, None]
 
 
-def gather_prefix(pages: Tensor, page_table: Tensor, lengths: Sequence[int], tail: Tensor) -> Tensor:
+def prefix_pages(page_table: Tensor, lengths: Sequence[int], n_tail: int, page: int) -> Tensor:
+    """[B * m] i32, the pages of each row's prefix; page 0 fills up shorter rows and makes room for a tail.
+
+    Only entries of live pages are used of page_table [B, M] i32.
+    """
+    n_live = -(-max(lengths) // page)
+    ids = page_table[:, :n_live]
+    if min(lengths) < max(lengths):
+        ids = ids.masked_fill(past_end([-(-n // page) for n in lengths], n_live, ids.device), 0)
+    return pad(ids, (0, -(-(max(lengths) + n_tail) // page) - n_live)).flatten()
+
+
+def gather_prefix(pages: Tensor, ids: Tensor, n_prefix: int, tail: Tensor) -> Tensor:
     """Each row's prefix out of its pages, then its tail.
 
     Args:
         pages: [n_pages, page, ...].
-        page_table: [B, M] i32; only entries of live pages are used.
-        lengths: B prefix lengths.
+        ids: of `prefix_pages`.
+        n_prefix: the longest prefix.
         tail: [B, n, ...], n > 0.
 
     Returns:
-        [B, max(lengths) + n, ...]; what lies between a row's length and the longest is whatever the pool holds.
+        [B, n_prefix + n, ...]; what lies between a row's length and the longest is whatever the pool holds.
     """
     B, n = tail.shape[:2]
-    page, n_prefix = pages.shape[1], max(lengths)
-    n_live = -(-n_prefix // page)
-    ids = page_table.new_zeros(B, -(-(n_prefix + n) // page))  # with room for the tail
-    ids[:, :n_live] = page_table[:, :n_live]
-    if min(lengths) < n_prefix:
-        ids.masked_fill_(past_end([-(-length // page) for length in lengths], ids.shape[1], ids.device), 0)
-    gathered = pages.index_select(0, ids.flatten()).view(B, -1, *pages.shape[2:])[:, : n_prefix + n]
-    gathered[:, n_prefix:] = tail  # over the last page's tail
+    gathered = pages.index_select(0, ids).view(B, -1, *pages.shape[2:]).narrow(1, 0, n_prefix + n)
+    gathered.narrow(1, n_prefix, n).copy_(tail)  # over the last page's tail
     return gathered

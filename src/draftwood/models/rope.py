@@ -116,21 +116,22 @@ def take_rope(values: Values, file: Path) -> tuple[Rope, Values]:
 class Rotary(nn.Module):
     """cos and sin of positions, for vectors of `dim` numbers."""
 
-    inverse_frequencies: Tensor
+    frequencies: Tensor
 
     def __init__(self, rope: Rope, dim: int, amplitude: float, device: torch.device) -> None:
         super().__init__()
         self.amplitude = amplitude
-        self.register_buffer(
-            "inverse_frequencies", rope.inverse_frequencies(dim).to(device), persistent=False
-        )
+        frequencies = rope.inverse_frequencies(dim).to(device)
+        self.register_buffer("frequencies", torch.cat((-frequencies, frequencies)), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Tables for `rotate`, each [*positions, 1, dim], in fp32 (fp64 for an fp64 model)."""
-        angles = positions.double()[..., None, None] * self.inverse_frequencies
-        cos, sin = angles.cos() * self.amplitude, angles.sin() * self.amplitude
+        angles = positions[..., None, None] * self.frequencies  # fp64
+        cos, sin = angles.cos(), angles.sin()
+        if self.amplitude != 1:
+            cos, sin = cos * self.amplitude, sin * self.amplitude
         table = torch.float64 if dtype == torch.float64 else torch.float32
-        return torch.cat((cos, cos), -1).to(table), torch.cat((-sin, sin), -1).to(table)
+        return cos.to(table), sin.to(table)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ pages, writes nothing into them, and knows neither requests nor sampling. Source
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -15,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from draftwood.kernels.registry import Kernels
+from draftwood.kernels.verify_attn import for_layers
 from draftwood.models.config import REFERENCE_INNER_NORM_EPS, TargetConfig
 from draftwood.models.layers import MLP, frozen, matrix, rms_norm
 from draftwood.models.rope import Rotary, rotate
@@ -40,58 +42,55 @@ class TargetOutput:
     )  # [B, T, len(taps) * d], residual stream after each tapped layer, in the order asked
 
 
+Attend = Callable[..., tuple[Tensor, Tensor]]
+"""`verify_attn` of one pass, see `for_layers`."""
+
+
 class MLA(nn.Module):
     """Multi-head latent attention, absorbed: W_UK goes into the query, W_UV into the output."""
 
-    def __init__(self, config: TargetConfig, kernels: Kernels, take: Take) -> None:
+    def __init__(self, config: TargetConfig, take: Take) -> None:
         super().__init__()
-        self.config, self.attend = config, kernels.verify_attn
         H, R, P = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
         N, V, d = config.qk_nope_head_dim, config.v_head_dim, config.hidden_size
         Q = config.q_lora_rank
-        q = take("q_proj.weight", H * (N + P), d) if Q is None else take("q_a_proj.weight", Q, d)
-        kv_a = _half_split(take("kv_a_proj_with_mqa.weight", R + P, d), 1, P)
+        self.shape, self.scale, self.norm_eps = (H, N, R, P), config.softmax_scale, config.inner_norm_eps
+        self.has_q_lora = Q is not None
+        latent, k_rope = _nope_and_rope(take("kv_a_proj_with_mqa.weight", R + P, d), 1, P)
         self.kv_norm = frozen(take("kv_a_layernorm.weight", R))
         if Q is None:
-            q = _half_split(q, H, P)
+            q = torch.cat(_nope_and_rope(take("q_proj.weight", H * (N + P), d), H, P))
+            self.widths = (H * N, (H + 1) * P, R)
         else:
+            q = take("q_a_proj.weight", Q, d)
+            self.widths = (Q, P, R)
             self.q_norm = frozen(take("q_a_layernorm.weight", Q))
-            self.q_b = matrix(_half_split(take("q_b_proj.weight", H * (N + P), Q), H, P))
-        self.qkv_a = matrix(torch.cat((q, kv_a)))
+            self.q_b = matrix(torch.cat(_nope_and_rope(take("q_b_proj.weight", H * (N + P), Q), H, P)))
+        self.qkv_a = matrix(torch.cat((q, k_rope, latent)))
         w_uk, w_uv = take("kv_b_proj.weight", H * (N + V), R).view(H, N + V, R).split((N, V), 1)
         self.w_uk = frozen(w_uk.contiguous())  # [H, N, R]
         self.w_uv = frozen(w_uv.transpose(1, 2).contiguous())  # [H, R, V]
         self.o = matrix(take("o_proj.weight", d, H * V))
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, batch: TreeBatch, latents: Tensor
+        self, x: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, attend: Attend, latents: Tensor
     ) -> Tensor:
-        """x [B, T, d] -> [B, T, d]; fills `latents` [B, T, C] of this layer."""
-        c = self.config
-        B, T = x.shape[:2]
-        H, R, P, N = c.num_attention_heads, c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim
-        q, latent, k_rope = F.linear(x, self.qkv_a).split((self.qkv_a.shape[0] - R - P, R, P), -1)
-        if c.q_lora_rank is not None:
-            q = F.linear(rms_norm(q, self.q_norm, c.inner_norm_eps), self.q_b)
-        latent = rms_norm(latent, self.kv_norm, c.inner_norm_eps)
-        torch.cat((latent, rotate(k_rope[:, :, None], cos, sin)[:, :, 0]), -1, out=latents)
+        """x [B T, d] -> [B T, d]; fills `latents` [B, T, C] of this layer."""
+        H, N, R, P = self.shape
+        q_nope, ropes, latent = F.linear(x, self.qkv_a).split_with_sizes(self.widths, -1)
+        if self.has_q_lora:
+            q = F.linear(rms_norm(q_nope, self.q_norm, self.norm_eps), self.q_b)
+            q_nope, q_rope = q.split_with_sizes((H * N, H * P), -1)
+            ropes = torch.cat((q_rope, ropes), -1)
+        ropes = rotate(ropes.view(-1, H + 1, P), cos, sin)  # of every head's query, then of the key
+        latent = rms_norm(latent, self.kv_norm, self.norm_eps)
+        torch.cat((latent, ropes[:, H]), -1, out=latents.view(-1, R + P))
 
-        q_nope, q_rope = q.reshape(B, T, H, N + P).split((N, P), -1)
-        q_latent = torch.bmm(q_nope.reshape(B * T, H, N).transpose(0, 1), self.w_uk)  # [H, B T, R]
-        q = torch.cat((q_latent.transpose(0, 1).view(B, T, H, R), rotate(q_rope, cos, sin)), -1)
-        o, _ = self.attend(
-            q,
-            pages,
-            batch.page_table,
-            batch.prefix_len,
-            latents,
-            batch.ancestors,
-            batch.n_slots,
-            c.softmax_scale,
-            value_dim=R,
-        )
-        o = torch.bmm(o.view(B * T, H, R).transpose(0, 1), self.w_uv)  # [H, B T, V]
-        return F.linear(o.transpose(0, 1).reshape(B, T, -1), self.o)
+        q_latent = torch.bmm(q_nope.view(-1, H, N).transpose(0, 1), self.w_uk)  # [H, B T, R]
+        q = torch.cat((q_latent.transpose(0, 1), ropes[:, :H]), -1)
+        o, _ = attend(q.view(*latents.shape[:2], H, R + P), pages, latents, self.scale, value_dim=R)
+        o = torch.bmm(o.view(-1, H, R).transpose(0, 1), self.w_uv)  # [H, B T, V]
+        return F.linear(o.transpose(0, 1).flatten(1), self.o)
 
 
 class MoE(nn.Module):
@@ -110,9 +109,10 @@ class MoE(nn.Module):
         self.shared = MLP(d, inner * n_shared, take.under("shared_experts")) if n_shared else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [N, d] -> [N, d]."""
         c = self.config
         routed: Tensor = self.experts(
-            x.view(-1, c.hidden_size),
+            x,
             self.router,
             self.bias,
             self.gate_up,
@@ -123,7 +123,6 @@ class MoE(nn.Module):
             norm_topk_prob=c.norm_topk_prob,
             scaling=c.routed_scaling_factor,
         )
-        routed = routed.view(x.shape)
         return routed if self.shared is None else routed + self.shared(x)
 
 
@@ -135,7 +134,7 @@ class Layer(nn.Module):
         self.eps = config.rms_norm_eps
         self.attention_norm = frozen(take("input_layernorm.weight", config.hidden_size))
         self.mlp_norm = frozen(take("post_attention_layernorm.weight", config.hidden_size))
-        self.attention = MLA(config, kernels, take.under("self_attn"))
+        self.attention = MLA(config, take.under("self_attn"))
         self.mlp: MLP | MoE
         if config.is_moe(index):
             self.mlp = MoE(config, kernels, take.under("mlp"))
@@ -143,9 +142,9 @@ class Layer(nn.Module):
             self.mlp = MLP(config.hidden_size, config.intermediate_size, take.under("mlp"))
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, batch: TreeBatch, latents: Tensor
+        self, x: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, attend: Attend, latents: Tensor
     ) -> Tensor:
-        x = x + self.attention(rms_norm(x, self.attention_norm, self.eps), cos, sin, pages, batch, latents)
+        x = x + self.attention(rms_norm(x, self.attention_norm, self.eps), cos, sin, pages, attend, latents)
         y: Tensor = self.mlp(rms_norm(x, self.mlp_norm, self.eps))
         return x + y
 
@@ -155,7 +154,7 @@ class Target(nn.Module):
 
     def __init__(self, config: TargetConfig, take: Take, *, kernels: Kernels, device: torch.device) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.attend = config, kernels.verify_attn
         V, d = config.vocab_size, config.hidden_size
         self.embedding = frozen(take("model.embed_tokens.weight", V, d))
         self.layers = nn.ModuleList(
@@ -203,16 +202,20 @@ class Target(nn.Module):
             batch: what each slot sees.
             taps: layers whose output is wanted; the same layer may be asked for twice.
         """
-        x = self.embed(tokens)
-        cos, sin = self.rotary(positions, x.dtype)
+        x = self.embed(tokens.flatten())  # [B T, d]
+        cos, sin = self.rotary(positions.flatten(), x.dtype)
         latents = x.new_empty(len(self.layers), *tokens.shape, self.config.latent_dim)
+        attend = for_layers(
+            self.attend, batch.page_table, batch.prefix_len, batch.ancestors, batch.n_slots, pages.shape[2]
+        )
         tapped: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, pages[i], batch, latents[i])
+            x = layer(x, cos, sin, pages[i], attend, latents[i])
             if i in taps:
                 tapped[i] = x
-        features = torch.cat([tapped[i] for i in taps], -1) if taps else None
-        return TargetOutput(rms_norm(x, self.norm, self.config.rms_norm_eps), latents, features)
+        features = torch.cat([tapped[i] for i in taps], -1).view(*tokens.shape, -1) if taps else None
+        hidden = rms_norm(x, self.norm, self.config.rms_norm_eps).view(*tokens.shape, -1)
+        return TargetOutput(hidden, latents, features)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[...] i32 -> [..., d]."""
@@ -242,11 +245,15 @@ def own_name(name: str, config: TargetConfig) -> str | None:
     return name
 
 
-def _half_split(weight: Tensor, heads: int, rope_dim: int) -> Tensor:
-    """Reorder each head's last `rope_dim` rows from interleaved pairs to half-split, once instead of per token."""
-    per_head = weight.view(heads, -1, weight.shape[-1])
-    fixed, rope = per_head[:, :-rope_dim], per_head[:, -rope_dim:]
-    return torch.cat((fixed, rope[:, 0::2], rope[:, 1::2]), 1).view_as(weight)
+def _nope_and_rope(weight: Tensor, heads: int, rope_dim: int) -> tuple[Tensor, Tensor]:
+    """Rows of all heads without rope, and with it: each head's last `rope_dim`.
+
+    Those go from interleaved pairs to half-split, once instead of per token.
+    """
+    nope, rope = weight.view(heads, -1, weight.shape[-1]).split(
+        (weight.shape[0] // heads - rope_dim, rope_dim), 1
+    )
+    return nope.flatten(0, 1), torch.cat((rope[:, 0::2], rope[:, 1::2]), 1).flatten(0, 1)
 
 
 def _stack_experts(E: int, d: int, inner: int, take: Take) -> tuple[Tensor, Tensor]:

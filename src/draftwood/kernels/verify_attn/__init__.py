@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from draftwood.kernels.registry import for_array
 from draftwood.tree import Array
 
@@ -45,3 +48,29 @@ def verify_attn(
     return fn(  # type: ignore[no-any-return]
         q, pages, page_table, prefix_len, tree_kv, ancestors, n_slots, scale, value_dim=value_dim
     )
+
+
+def for_layers(
+    attend: Callable[..., Any],
+    page_table: Array,
+    prefix_len: Array,
+    ancestors: Array,
+    n_slots: Array,
+    page: int,
+) -> Callable[..., Any]:
+    """The implementation `attend` with what all layers of a pass share: a function of (q, pages, tree_kv, scale, *,
+    value_dim) that returns what `verify_attn` does.
+
+    An implementation with work that does not depend on the layer has a function `prepare` of the shared arguments
+    as an attribute; `page` is the page size.
+    """
+    prepare: Callable[..., Callable[..., Any]] | None = getattr(attend, "prepare", None)
+    if prepare is not None:
+        return prepare(page_table, prefix_len, ancestors, n_slots, page)
+
+    def layer(q: Array, pages: Array, tree_kv: Array, scale: float, *, value_dim: int) -> Any:
+        return attend(
+            q, pages, page_table, prefix_len, tree_kv, ancestors, n_slots, scale, value_dim=value_dim
+        )
+
+    return layer

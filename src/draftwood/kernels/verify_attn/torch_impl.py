@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftwood.kernels.paged import gather_prefix, past_end, similar_lengths
+from draftwood.kernels.paged import gather_prefix, past_end, prefix_pages, similar_lengths
 
 
 def verify_attn(
@@ -21,34 +21,52 @@ def verify_attn(
     *,
     value_dim: int,
 ) -> tuple[Tensor, Tensor]:
-    """See `draftwood.kernels.verify_attn.verify_attn`.
+    """See `draftwood.kernels.verify_attn.verify_attn`."""
+    attend = TreeAttention(page_table, prefix_len, ancestors, n_slots, pages.shape[1])
+    return attend(q, pages, tree_kv, scale, value_dim=value_dim)
+
+
+class TreeAttention:
+    """`verify_attn` over given prefixes and trees, for any number of layers.
 
     Requests whose prefixes are short, or within a factor of two of each other, share one padded batch, so none pays
     for a far longer one. Reads lengths on the host, which waits for the device on a GPU.
     """
-    lengths, slots = prefix_len.tolist(), n_slots.tolist()
-    groups = list(similar_lengths(lengths))
-    if len(groups) == 1:
-        return _padded_batch(
-            q, pages, page_table, lengths, tree_kv, ancestors, slots, scale=scale, value_dim=value_dim
-        )
-    B, T, H, _ = q.shape
-    o = q.new_empty(B, T, H, value_dim)
-    lse = q.new_empty(B, T, H, dtype=_wide(q.dtype))
-    for group in groups:
-        rows = torch.tensor(group, device=q.device)
-        o[rows], lse[rows] = _padded_batch(
-            q[rows],
-            pages,
-            page_table[rows],
-            [lengths[b] for b in group],
-            tree_kv[rows],
-            ancestors[rows],
-            [slots[b] for b in group],
-            scale=scale,
-            value_dim=value_dim,
-        )
-    return o, lse
+
+    def __init__(
+        self, page_table: Tensor, prefix_len: Tensor, ancestors: Tensor, n_slots: Tensor, page: int
+    ) -> None:
+        lengths, slots = prefix_len.tolist(), n_slots.tolist()
+        groups = list(similar_lengths(lengths))
+        if len(groups) == 1:
+            self._rows: list[Tensor | slice] = [slice(None)]
+        else:
+            self._rows = [torch.tensor(group, device=page_table.device) for group in groups]
+        self._batches = [
+            _PaddedBatch(
+                page_table[rows],
+                [lengths[b] for b in group],
+                ancestors[rows],
+                [slots[b] for b in group],
+                page,
+            )
+            for rows, group in zip(self._rows, groups, strict=True)
+        ]
+
+    def __call__(
+        self, q: Tensor, pages: Tensor, tree_kv: Tensor, scale: float, *, value_dim: int
+    ) -> tuple[Tensor, Tensor]:
+        """The arguments that differ from layer to layer."""
+        if len(self._batches) == 1:
+            return self._batches[0].attend(q, pages, tree_kv, scale, value_dim)
+        o = q.new_empty(*q.shape[:3], value_dim)
+        lse = q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
+        for rows, batch in zip(self._rows, self._batches, strict=True):
+            o[rows], lse[rows] = batch.attend(q[rows], pages, tree_kv[rows], scale, value_dim)
+        return o, lse
+
+
+verify_attn.prepare = TreeAttention  # type: ignore[attr-defined]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -56,52 +74,50 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _padded_batch(
-    q: Tensor,
-    pages: Tensor,
-    page_table: Tensor,
-    lengths: list[int],
-    tree_kv: Tensor,
-    ancestors: Tensor,
-    slots: list[int],
-    *,
-    scale: float,
-    value_dim: int,
-) -> tuple[Tensor, Tensor]:
+class _PaddedBatch:
     """All rows at once: keys are max(lengths) prefix positions, then the trees' first max(slots) slots."""
-    B, T, H, _ = q.shape
-    n_prefix, n = max(lengths), max(1, *slots)
-    keys = gather_prefix(pages, page_table, lengths, tree_kv[:, :n]).to(_wide(q.dtype))
-    hidden = _hidden_slots(ancestors[:, :n], n)
-    ragged = min(lengths) < n_prefix or min(slots) < n
-    if ragged:
-        dead_slot = past_end(slots, n, q.device)
-        dead_key = torch.cat((past_end(lengths, n_prefix, q.device), dead_slot), 1)
-        keys.masked_fill_(dead_key[..., None], 0)  # a weight of 0 does not cancel NaN
-        hidden = pad(hidden, (n_prefix, 0)) | dead_key[:, None] | dead_slot[..., None]
-    queries = (q[:, :n].to(keys.dtype) * scale).flatten(1, 2)
-    scores = (queries @ keys.transpose(1, 2)).view(B, n, H, -1)
-    scores[..., -hidden.shape[-1] :].masked_fill_(hidden[:, :, None], -torch.inf)
-    weights, total, lse = _softmax(scores)
-    o = (weights.flatten(1, 2) @ keys[..., :value_dim]).view(B, n, H, value_dim).div_(total)
-    if ragged:
-        o.masked_fill_(dead_slot[..., None, None], 0)
-    if n < T:
-        o, lse = pad(o, (0, 0, 0, 0, 0, T - n)), pad(lse, (0, 0, 0, T - n), value=-torch.inf)
-    return o.to(q.dtype), lse
+
+    def __init__(
+        self, page_table: Tensor, lengths: list[int], ancestors: Tensor, slots: list[int], page: int
+    ) -> None:
+        device = page_table.device
+        self.n_prefix, self.n = n_prefix, n = max(lengths), max(1, *slots)
+        self.ids = prefix_pages(page_table, lengths, n, page)
+        # [B, n, n], or [B, n, n_prefix + n] where prefixes count: true where a slot does not see a key
+        self.hidden = _hidden_slots(ancestors[:, :n], n)
+        self.dead_key: Tensor | None = None  # [B, n_prefix + n]
+        self.blind: Tensor | None = None  # [B, n], inert slots and others that see nothing
+        if min(lengths) < n_prefix or min(slots) < n:
+            dead_slot = past_end(slots, n, device)
+            self.dead_key = torch.cat((past_end(lengths, n_prefix, device), dead_slot), 1)
+            self.hidden = pad(self.hidden, (n_prefix, 0)) | self.dead_key[:, None] | dead_slot[..., None]
+        if self.hidden.shape[-1] == n_prefix + n:
+            self.blind = self.hidden.all(-1)
+
+    def attend(
+        self, q: Tensor, pages: Tensor, tree_kv: Tensor, scale: float, value_dim: int
+    ) -> tuple[Tensor, Tensor]:
+        B, T, H, _ = q.shape
+        n = self.n
+        keys = gather_prefix(pages, self.ids, self.n_prefix, tree_kv[:, :n]).to(_wide(q.dtype))
+        if self.dead_key is not None:
+            keys.masked_fill_(self.dead_key[..., None], 0)  # a weight of 0 does not cancel NaN
+        queries = q[:, :n].to(keys.dtype).flatten(1, 2)
+        scores = torch.baddbmm(keys.new_zeros(()), queries, keys.mT, beta=0, alpha=scale).view(B, n, H, -1)
+        visible = scores.narrow(-1, scores.shape[-1] - self.hidden.shape[-1], self.hidden.shape[-1])
+        visible.masked_fill_(self.hidden[:, :, None], -torch.inf)
+        weights = scores.softmax(-1)
+        lse = scores.amax(-1).sub_(weights.amax(-1).log_())  # the largest weight is 1 / sum
+        o = torch.bmm(weights.flatten(1, 2), keys[..., :value_dim]).view(B, n, H, value_dim)
+        if self.blind is not None:
+            o.masked_fill_(self.blind[..., None, None], 0)
+            lse.masked_fill_(self.blind[..., None], -torch.inf)
+        if n < T:
+            o, lse = pad(o, (0, 0, 0, 0, 0, T - n)), pad(lse, (0, 0, 0, T - n), value=-torch.inf)
+        return o.to(q.dtype), lse
 
 
 def _hidden_slots(ancestors: Tensor, n: int) -> Tensor:
     """[B, n, W] ancestor bits -> [B, n, n] bool, true where slot i does not see slot j."""
     bit = torch.arange(64, device=ancestors.device)
     return ((ancestors[..., None] >> bit) & 1).flatten(-2)[..., :n] == 0
-
-
-def _softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Overwrites scores [..., keys] -> weights, their sum (at least 1) [..., 1], log of the scores' sum [...]."""
-    # A row that sees nothing is all -inf; a finite maximum makes its weights 0, not NaN.
-    top = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)
-    weights = scores.sub_(top).exp_()
-    total = weights.sum(-1, keepdim=True)
-    lse = total.log().add_(top).squeeze(-1)
-    return weights, total.clamp_(min=1), lse
