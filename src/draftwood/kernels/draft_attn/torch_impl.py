@@ -79,7 +79,9 @@ def _padded_batch(
         for kv in (k, v):
             kv[:, :n_context].masked_fill_(dead, 0)  # a weight of 0 does not cancel NaN
     o = scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q.to(wide), k, v)),
+        q.to(wide).transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
         _seen(lengths, S, causal, window, q.device),
         scale=scale,
         enable_gqa=True,

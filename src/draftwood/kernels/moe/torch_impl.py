@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
@@ -31,14 +33,30 @@ def moe(
         norm_topk_prob=norm_topk_prob,
         scaling=scaling,
     )
-    by_expert, order = experts.flatten().sort(stable=True)
-    chosen, loads = by_expert.unique_consecutive(return_counts=True)
-    inputs = x.to(weights.dtype).index_select(0, order // top_k).split(loads.tolist())
-    outputs = torch.cat(
-        [_expert(h, gate_up[e], down[e]) for e, h in zip(chosen.tolist(), inputs, strict=True)]
-    )
-    per_choice = torch.empty_like(outputs).index_copy_(0, order, outputs).view(*experts.shape, -1)
-    return (weights[:, None] @ per_choice).squeeze(1).to(x.dtype)
+    rows = x.to(weights.dtype)
+    order = None
+    if len(x) == 1:  # its experts are distinct: nothing to sort
+        chosen, loads, rows = experts[0].tolist(), [1] * top_k, rows.expand(top_k, -1)
+    else:
+        flat = experts.flatten()
+        order = flat.argsort(stable=True)
+        rows = rows.index_select(0, order.div(top_k, rounding_mode="floor"))
+        counts = flat.bincount().tolist()
+        chosen = [expert for expert, n in enumerate(counts) if n > 0]
+        loads = [counts[expert] for expert in chosen]
+    gate, up = _by_expert(rows, gate_up, chosen, loads).chunk(2, -1)
+    outputs = _by_expert(silu(gate).mul_(up), down, chosen, loads)
+    if order is not None:
+        outputs = torch.empty_like(outputs).index_copy_(0, order, outputs)
+    return torch.bmm(weights[:, None], outputs.view(*experts.shape, -1)).squeeze(1).to(x.dtype)
+
+
+def _by_expert(rows: Tensor, weights: Tensor, experts: Sequence[int], loads: Sequence[int]) -> Tensor:
+    """The first loads[0] rows through the first expert's weight of [E, out, in], and so on."""
+    out = rows.new_empty(len(rows), weights.shape[1])
+    for expert, x, y in zip(experts, rows.split_with_sizes(loads), out.split_with_sizes(loads), strict=True):
+        torch.mm(x, weights[expert].to(x.dtype).t(), out=y)
+    return out
 
 
 def route(
@@ -66,8 +84,3 @@ def route(
     if norm_topk_prob:
         weights /= weights.sum(-1, keepdim=True) + 1e-20
     return weights * scaling, experts.int()
-
-
-def _expert(h: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = linear(h, gate_up.to(h.dtype)).chunk(2, -1)
-    return linear(silu(gate).mul_(up), down.to(h.dtype))
