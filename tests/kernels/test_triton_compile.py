@@ -28,5 +28,10 @@ def test_fits_every_chip(kernel, tmp_path):
     assert {f["capability"] for f in facts} == set(CAPABILITIES)
     print(done.stdout)
     assert [f for f in facts if f["shared"] > SHARED_LIMIT[f["capability"]]] == []
-    assert [f for f in facts if f["stack"] > 0] == []
+    assert [f for f in facts if f["stack"] > 0 and (not f["hot"] or any(map(spills, f["hot"])))] == []
     assert [f for f in facts if f["register_a"]] == []
+
+
+def spills(loop):
+    """A hot loop may reload a few values that do not change in it, and stores none."""
+    return loop["spills"] > 0 or loop["reloads"] > loop["instructions"] / 50

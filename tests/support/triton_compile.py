@@ -1,8 +1,9 @@
 """Compile a kernel's Triton configurations for every chip, without a GPU: `python triton_compile.py KERNEL`.
 
 Prints one JSON object per line: kernel, name, capability, shared (bytes), registers (per thread), stack (bytes per
-thread, spills included), register_a (async wgmma reads A from registers). Runs in a process of its own because a process
-whose Triton interprets cannot compile.
+thread, spills included), hot (for each innermost loop over products: instructions, and those that spill and reload),
+register_a (async wgmma reads A from registers). Runs in a process of its own because a process whose Triton interprets
+cannot compile.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from importlib import import_module
 
 from draftwood.kernels.compile_case import CAPABILITIES
@@ -50,6 +52,7 @@ def compile_facts(case, capability):
     return {
         "shared": compiled.metadata.shared,
         **resource_usage(compiled.asm["cubin"]),
+        "hot": hot_loops(compiled.asm["cubin"]),
         "register_a": bool(re.search(r"warp_group_dot .*isAsync = true.*: tensor<", compiled.asm["ttgir"])),
     }
 
@@ -68,13 +71,38 @@ def known_multiple(argument):
 def resource_usage(cubin):
     import triton
 
+    text = inspect(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin)
+    used = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
+    return {"registers": int(used["REG"]), "stack": int(used["STACK"]) + int(used["LOCAL"])}
+
+
+def hot_loops(cubin):
+    """Innermost loops over matrix instructions, or over many fused multiply-adds."""
+    import triton
+
+    code, labels, loops = [], {}, []
+    for line in inspect(triton.knobs.nvidia.nvdisasm.path, "-c", cubin).splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?PT?\d*\s+)?(\w+)(.*);", line):
+            code.append(instruction[1])
+            if instruction[1] == "BRA" and (target := re.search(r"\.L_x_\d+", instruction[2])):
+                start = labels.get(target[0], len(code))
+                counts = Counter(code[start:])
+                if any(counts[m] for m in ("HMMA", "HGMMA", "UTCHMMA")) or counts["FFMA"] > 255:
+                    loops.append((start, len(code), counts))
+    return [
+        {"instructions": end - start, "spills": counts["STL"], "reloads": counts["LDL"]}
+        for start, end, counts in loops
+        if not any(start <= s and e < end for s, e, _ in loops)
+    ]
+
+
+def inspect(tool, option, cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    used = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
-    return {"registers": int(used["REG"]), "stack": int(used["STACK"]) + int(used["LOCAL"])}
+        return subprocess.run([tool, option, file.name], check=True, capture_output=True, text=True).stdout
 
 
 if __name__ == "__main__":
