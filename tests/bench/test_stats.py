@@ -67,7 +67,7 @@ def test_intervals_cover_the_true_median_when_stopped_by_the_rule(stream):
     rng = np.random.default_rng(7)
     draw = stream(rng)
     truth = np.median([sorted(draw())[TIMINGS // 2] for _ in range(40_000)])
-    runs = [measured_by_the_rule(stream(rng), target=0.01) for _ in range(500)]
+    runs = [measured_by_the_rule(stream(rng), target=0.01) for _ in range(300)]
     intervals = [stats.median_interval(values) for values in runs]
     assert np.mean([low <= truth <= high for low, high in intervals]) >= 0.93
 
@@ -85,7 +85,7 @@ def test_noise_that_wanders_over_visits_covers_less():
 
         return visit
 
-    intervals = [stats.median_interval(measured_by_the_rule(wandering(), 0.01)) for _ in range(500)]
+    intervals = [stats.median_interval(measured_by_the_rule(wandering(), 0.01)) for _ in range(300)]
     assert 0.85 <= np.mean([low <= 1 <= high for low, high in intervals]) < 0.95
 
 
