@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from draftwood.bench import show as show_
 from draftwood.bench import store
@@ -123,7 +122,7 @@ def kernels(
 
 
 def _print_run(run: Any, path: Path, countdown: Countdown) -> None:
-    console = _console()
+    console = show_.wide_console()
     show_.short_table(console, run.rows, run.versus, show_.MOST_LINES)
     unsaved = f"; {len(run.out.pending)} lines NOT SAVED: {run.out.error}" if run.out.pending else ""
     console.print(
@@ -174,7 +173,7 @@ def show(
             raise UsageError("no row matches; `draftwood bench show` without filters lists all")
         chosen = show_.choose_columns(columns)
         if form == "table":
-            _console().print(show_.table(rows, chosen))
+            show_.wide_console().print(show_.table(rows, chosen))
         else:
             text = {"json": show_.as_json, "csv": show_.as_csv, "md": lambda r: show_.as_markdown(r, chosen)}
             print(text[form](rows), end="" if form == "csv" else "\n")
@@ -192,7 +191,7 @@ def compare(
     """Compare two stored runs row by row. Measuring both sides in one run with `kernels --vs` is surer."""
     with _errors_named():
         lines = compare_runs(store.read_run(before), store.read_run(after), across)
-        _console().print(comparison_table(lines))
+        show_.wide_console().print(comparison_table(lines))
     raise typer.Exit(int(any(is_regression(line, fail_slower / 100) for line in lines)))
 
 
@@ -206,7 +205,7 @@ def spread_(
         lines = spread([store.read_run(path) for path in runs], every)
         if not lines:
             raise UsageError("no case is ok in two of these runs")
-        _console().print(spread_table(lines))
+        show_.wide_console().print(spread_table(lines))
         ordered = sorted(line["spread"] for line in lines)
         covered = sum(line["covered"] for line in lines) / len(lines)
         print(
@@ -296,11 +295,6 @@ def _device(device: str) -> str:
 
 def _split(options: list[str] | None) -> tuple[str, ...]:
     return tuple(part for option in options or () for part in option.split(","))
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=160)
 
 
 @contextmanager

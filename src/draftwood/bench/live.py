@@ -12,6 +12,7 @@ from rich.table import Table
 
 from draftwood.bench.countdown import Countdown
 from draftwood.bench.planner import Plan, cost
+from draftwood.bench.show import wide_console
 from draftwood.bench.state import State
 
 DEAREST = 5
@@ -56,7 +57,7 @@ class Live:
         self.console.print(message, style="yellow")
 
     def plan(self, plan: Plan, states: Mapping[str, State], left_s: float) -> None:
-        console = Console(highlight=False) if self.full_plan else self.console  # asked for: goes to stdout
+        console = wide_console() if self.full_plan else self.console  # asked for: goes to stdout
         console.print(plan_table(plan, states, self.min_visits, self.full_plan))
         n, left_out = len(plan.fits) + len(plan.left_out), len(plan.left_out)
         compiling = sum(s.info["compile_s"] for s in states.values() if s.info)

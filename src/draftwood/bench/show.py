@@ -22,6 +22,12 @@ MOST_LINES = 60
 STYLES = {"ok": "green", **dict.fromkeys(FAILED, "bold red"), "skipped": "dim"}
 
 
+def wide_console() -> Console:
+    """Stdout; where that is no terminal, wide enough for every column."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=160)
+
+
 def time_text(us: float | None) -> str:
     """Three significant digits or more, in microseconds."""
     if us is None:
