@@ -31,8 +31,8 @@ DEFAULTS: dict[str, Axis] = {
 TOLERANCE = {
     "float64": (1e-12, 1e-12),
     "float32": (1e-5, 1e-5),
-    "bfloat16": (2**-7, 5e-3),
-    "float16": (2**-10, 1e-3),
+    "bfloat16": (2**-7, 1e-2),
+    "float16": (2**-10, 2e-3),
 }
 
 MARGIN = 1e-5
