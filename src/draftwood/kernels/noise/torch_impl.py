@@ -45,17 +45,14 @@ def slice_bits(seed: Tensor, position: Tensor, offset: int, size: int) -> Tensor
     seed and position are integers of shape [...].
     """
     block = torch.arange(offset // 4, (offset + size + 3) // 4, device=seed.device)
-    words = _blocks(seed[..., None], position[..., None], block)
-    bits = torch.empty(*words[0].shape, 4, dtype=torch.int64, device=seed.device)
-    for i, word in enumerate(words):
-        bits[..., i] = word
-    return bits.flatten(-2)[..., offset % 4 : offset % 4 + size]
+    words = torch.stack(_blocks(seed[..., None], position[..., None], block), -1)
+    return words.flatten(-2)[..., offset % 4 : offset % 4 + size]
 
 
 def gumbel_of_bits(bits: Tensor) -> Tensor:
     """f32 standard Gumbel value of 32 random bits held in i64."""
-    v = bits.double().add_(0.5).mul_(2.0**-32)
-    return v.neg_().log1p_().neg_().log_().neg_().float()
+    minus_v = bits.double().add_(0.5).mul_(-(2.0**-32))
+    return minus_v.log1p_().neg_().log_().float().neg_()
 
 
 def gumbel(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
