@@ -1,0 +1,85 @@
+"""Steps 1 to 4 of `sample` for any tokens of one slot, in registers: every kernel computes x anew where it needs it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+_NEVER = tl.constexpr(float("-inf"))
+
+
+class Slot(NamedTuple):
+    """What x depends on besides the token; pointers of what no row uses are None."""
+
+    logits: Any  # of this slot
+    scale: Any  # the temperature
+    b: Any
+    t: Any
+    live: Any  # slots of this row that choose a token
+    T: Any
+    V: Any
+    M: Any
+    repetition: Any
+    presence: Any
+    frequency: Any
+    prompt_seen: Any
+    counts: Any
+    bias_ids: Any
+    bias_values: Any
+    mask_bits: Any
+    tokens: Any
+    ancestors: Any
+
+
+@triton.jit
+def live_slots(b, n_slots, tree_status, T):
+    """How many slots choose a token. The root always does, also in an unsound tree."""
+    live = T
+    if n_slots is not None:
+        live = tl.where(tl.load(tree_status + b) == 0, tl.load(n_slots + b), 1)
+        live = tl.minimum(tl.maximum(live, 1), T)
+    return live
+
+
+@triton.jit
+def scores(slot, token):
+    """f32 x of the tokens after step 4, -inf where one is no candidate. Compiled without fused multiply-add."""
+    inside = token < slot.V
+    x = _finite(tl.load(slot.logits + token, mask=inside, other=_NEVER))
+    if slot.counts is not None:
+        x = _penalised(x, slot, token, inside)
+    if slot.bias_ids is not None:
+        for m in range(slot.M):
+            place = slot.b * slot.M + m
+            x = tl.where(token == tl.load(slot.bias_ids + place), x + tl.load(slot.bias_values + place), x)
+    if slot.mask_bits is not None:
+        row = slot.b * slot.T + slot.t
+        word = tl.load(slot.mask_bits + row * ((slot.V + 31) // 32) + token // 32, mask=inside, other=0)
+        x = tl.where((word >> (token % 32)) & 1 != 0, x, _NEVER)
+    x = _finite(x)
+    if slot.scale > 0:
+        x = tl.div_rn(x, slot.scale)
+    return x + 0.0  # no -0.0
+
+
+@triton.jit
+def _penalised(x, slot, token, inside):
+    n = tl.load(slot.counts + slot.b * slot.V + token, mask=inside, other=0)
+    if slot.tokens is not None:
+        row, words = slot.b * slot.T, (slot.T + 63) // 64
+        for other in range(1, slot.live):
+            word = tl.load(slot.ancestors + (row + slot.t) * words + other // 64)
+            if (word >> (other % 64)) & 1 != 0:
+                n += (token == tl.load(slot.tokens + row + other)).to(tl.int32)
+    seen = (n > 0) | (tl.load(slot.prompt_seen + slot.b * slot.V + token, mask=inside, other=0) != 0)
+    repetition = tl.load(slot.repetition + slot.b)
+    x = tl.where(seen, tl.where(x > 0, tl.div_rn(x, repetition), x * repetition), x)
+    x = x - tl.load(slot.frequency + slot.b) * n.to(tl.float32)
+    return tl.where(n > 0, x - tl.load(slot.presence + slot.b), x)
+
+
+@triton.jit
+def _finite(x):
+    return tl.where(tl.abs(x) < float("inf"), x, _NEVER)  # NaN compares false
