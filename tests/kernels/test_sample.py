@@ -253,7 +253,7 @@ def test_a_row_without_candidate_sets_status():
         for filters in ({}, {"top_k": 2}, {"top_p": 0.5}):
             choice, status = both(logits, params(2, temperature, **filters))
             assert status.tolist() == [1, 0]
-            assert choice[0, 1] == 0
+            assert choice[0, 1] == -1
             assert choice[1, 1] == 1
     banned = params(1, bias_ids=np.array([[0]], np.int32), bias_values=np.array([[-inf]], F32))
     assert both([[[1.0]]], banned)[1].tolist() == [1]
@@ -269,7 +269,7 @@ def test_what_steps_1_to_3_push_out_of_range_leaves(temperature):
     assert both([[[3e38, 0.0]]], params(1, temperature, **overflow))[0].item() == 1
 
 
-def test_padded_slots_choose_zero_and_never_set_status():
+def test_padded_slots_choose_nothing_and_never_set_status():
     tree = from_parents(np.full((3, 4), 1), [[-1, 0, 1, 2]] * 3, [2, 4, 4])
     tree = replace(tree, status=np.array([0, 0, Status.BAD_PARENT], np.int32))
     logits = np.full((3, 4, 5), np.nan, F32)
@@ -279,7 +279,7 @@ def test_padded_slots_choose_zero_and_never_set_status():
     for temperature in (0.0, 1.0):
         for top_k in (0, 2):
             choice, status = both(logits, params(3, temperature, top_k), tree=tree)
-            assert choice.tolist() == [[3, 3, 0, 0], [3] * 4, [3, 0, 0, 0]]
+            assert choice.tolist() == [[3, 3, -1, -1], [3] * 4, [3, -1, -1, -1]]
             assert status.tolist() == [0, 0, 0]
 
 

@@ -150,7 +150,7 @@ def test_the_first_of_several_stops_counts():
 
 def test_root_and_padding_are_no_stops():
     assert both(CHAIN, [TEXT], limits(1, stop=(90, -1))).done[0] == Done.RUNNING
-    assert both(root_only([7]), [[-1]], limits(1, stop=(-1,))).done[0] == Done.RUNNING
+    assert both(root_only([7]), [[-1]], limits(1, stop=(-1,))).done[0] == Done.FAILED
 
 
 def test_limits_belong_to_their_rows():
@@ -245,3 +245,19 @@ def test_cycles_self_loops_and_absent_parents_finish(parents):
     tree = from_parents([[1, 2, 3, 4]], [[-1, 0, 1, 2]], [4])
     tree = replace(tree, parents=np.array([parents], np.int32))
     assert both(tree, [[2, 3, 4, 5]]).n_path[0] >= 1
+
+
+@pytest.mark.parametrize("cap", [1, 3, 8, 9])
+def test_a_path_that_ends_without_a_choice_fails_unless_cut_before(cap):
+    text = [*TEXT[:7], -1]
+    accepted = both(CHAIN, [text], limits(1, max_new=cap), max_depth=7)
+    assert accepted.done[0] == (Done.LENGTH if cap < 8 else Done.FAILED)
+    assert emitted(CHAIN, accepted) == text[: min(cap, 8)]
+    stopped = both(CHAIN, [text], limits(1, stop=(TEXT[0],)), max_depth=7)
+    assert stopped.done[0] == Done.STOP
+
+
+def test_no_choice_off_the_path_is_no_failure():
+    choice = [TEXT[0], 99, *[-1] * 6]
+    accepted = both(CHAIN, [choice], max_depth=7)
+    assert (accepted.done[0], emitted(CHAIN, accepted)) == (Done.RUNNING, [TEXT[0], 99])

@@ -29,8 +29,8 @@ def sample(
         impl: implementation name; None chooses by the type and device of `logits`.
 
     Returns:
-        choice [B, T] i32 and status [B] i32: 1 if a live slot's row has no candidate (its choice is 0), else 0.
-        Slots >= n_slots choose 0.
+        choice [B, T] i32, -1 where a row has no candidate and at slots >= n_slots; and status [B] i32: 1 if a
+        live slot's row has no candidate, else 0. Whether that matters depends on the path: see `tree_accept`.
 
     In order, all in fp32:
       1. penalties: n(v) = counts[v] + occurrences among this slot's ancestors other than the root (itself

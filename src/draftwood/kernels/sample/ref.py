@@ -69,7 +69,7 @@ def merge(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of all slices of the vocabulary, in its order."""
     B, T = position.shape
-    choice, status = np.zeros((B, T), np.int32), np.zeros(B, np.int32)
+    choice, status = np.full((B, T), -1, np.int32), np.zeros(B, np.int32)
     for b, t in _live_slots(tree, B, T):
         if (b, t) in partials[0].filtered:
             x = np.concatenate([p.filtered[b, t] for p in partials])

@@ -16,6 +16,7 @@ class Done(IntEnum):
     STOP = 1  # a stop token was emitted
     LENGTH = 2  # max_new tokens were emitted
     CONTEXT = 3  # the context is full
+    FAILED = 4  # the path ended where nothing could be chosen
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def tree_accept(
 
     Args:
         tree: B trees of T slots; rows with a status are taken as root-only.
-        choice: [B, T] i32, the target's choice at each slot.
+        choice: [B, T] i32, the target's choice at each slot, -1 where it has none.
         limits: see `Limits`.
         max_depth: D; paths are cut to D drafted tokens.
         impl: implementation name; None chooses by the type and device of `choice`.
@@ -54,7 +55,8 @@ def tree_accept(
     is accepted; slot i is iff i < n_slots, bit i is in ancestors[i] and every ancestor bit is a match. The accepted
     slots, in slot order, are the path; the bonus is the choice at its end. The emitted sequence is cut after the
     first stop token, else at max_new or context_left (LENGTH if both are reached; one token is always kept):
-    n_path shrinks to the number of tokens kept and the bonus becomes the last one of them.
+    n_path shrinks to the number of tokens kept and the bonus becomes the last one of them. Where the
+    choice at the path's end is negative and no cut comes before it, done is FAILED.
 
     Never reads or writes outside its row and terminates on any input bits.
     """

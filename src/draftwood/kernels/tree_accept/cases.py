@@ -54,6 +54,7 @@ def make(case: Case) -> dict[str, Any]:
     else:
         tree = random_tree(rng, B, T, case["D"], case["tree"])
         choice = choices(rng, tree, case["hit"])
+        choice[rng.random((B, T)) < 0.03] = -1
     far = case["limits"] == "far"
     return {
         "tree": tree,

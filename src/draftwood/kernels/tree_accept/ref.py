@@ -51,6 +51,8 @@ def _cut(emitted: list[int], limits: Limits, b: int) -> tuple[int, Done]:
     for n, token in enumerate(emitted[:limit], start=1):
         if token in stop_ids:
             return n, Done.STOP
+    if len(emitted) <= limit and emitted[-1] < 0:
+        return len(emitted), Done.FAILED
     if len(emitted) >= limit:
         return limit, Done.LENGTH if max_new <= context_left else Done.CONTEXT
     return len(emitted), Done.RUNNING

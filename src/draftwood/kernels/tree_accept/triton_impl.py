@@ -16,6 +16,7 @@ _RUNNING = tl.constexpr(int(Done.RUNNING))
 _STOP = tl.constexpr(int(Done.STOP))
 _LENGTH = tl.constexpr(int(Done.LENGTH))
 _CONTEXT = tl.constexpr(int(Done.CONTEXT))
+_FAILED = tl.constexpr(int(Done.FAILED))
 _NOWHERE = tl.constexpr(0x7FFFFFFF)
 
 
@@ -122,7 +123,8 @@ def _accept(
     n_accepted = tl.sum(accepted.to(tl.int32))
     last = tl.max(tl.where(accepted, slot, 0))
     place = tl.where(slot == 0, n_accepted - 1, rank - 1)
-    token = tl.where(slot == 0, tl.load(choice + b * choice_b + last), token)
+    end = tl.load(choice + b * choice_b + last)
+    token = tl.where(slot == 0, end, token)
 
     stops = tl.zeros([BLOCK], tl.int32)
     for s in range(0, S, 8):
@@ -136,7 +138,9 @@ def _accept(
     stopped = stop < _NOWHERE
     n = tl.where(stopped, stop + 1, tl.minimum(n_accepted, limit))
     at_limit = tl.where(most_new <= most_context, _LENGTH, _CONTEXT)
-    why = tl.where(stopped, _STOP, tl.where(n_accepted >= limit, at_limit, _RUNNING))
+    why = tl.where(n_accepted >= limit, at_limit, _RUNNING)
+    why = tl.where((end < 0) & (n_accepted <= limit), _FAILED, why)
+    why = tl.where(stopped, _STOP, why)
 
     tl.store(n_path + b, n)
     tl.store(done + b, why)
