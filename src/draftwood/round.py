@@ -121,7 +121,7 @@ def build(
 ) -> DraftTree:
     """The best-first tree over the candidates, at most `plan.slots` slots."""
     budget = torch.full_like(state.root, plan.slots)
-    min_score = torch.full_like(state.root, -torch.inf, dtype=torch.float32)
+    min_score = lp.new_full(state.root.shape, -torch.inf)
     tree = stages.kernels.tree_build(state.root, lp, ids, budget, min_score, slots=plan.slots)
     return tree if plan.prune is None else plan.prune(tree)
 

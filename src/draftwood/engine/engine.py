@@ -191,13 +191,12 @@ class Engine:
         logprobs: list[list[TokenLogprob] | None],
         seconds: dict[str, float],
     ) -> list[StreamEvent]:
-        tree, path = result.tree.numpy(), result.accepted.path.tolist()
-        batch, drafted = len(self.running), tree.T > 1
-        promised = np.where(np.isfinite(tree.scores), np.exp(tree.scores), 0.0).sum(axis=1)
+        tree, batch = result.tree, len(self.running)
+        promised = tree.scores.exp().sum(1).tolist()  # inert slots score -inf
         controller = self.speculation.controller
-        if controller is not None and drafted:
+        if controller is not None and tree.T > 1:
             accepted = sum(len(tokens) - 1 for tokens in host.emitted)
-            controller.observe(float(promised.sum()) - batch, accepted, seconds, batch * tree.T)
+            controller.observe(sum(promised) - batch, accepted, seconds, batch * tree.T)
         events = []
         for row, request in enumerate(self.running):
             tokens, n = host.emitted[row], host.n_slots[row]
@@ -210,7 +209,7 @@ class Engine:
                 accepted=len(tokens) - 1,
                 emitted=len(tokens),
                 batch=batch,
-                expected=float(promised[row]),
+                expected=promised[row],
                 seconds=seconds,
             )
             if self.trace:
@@ -218,7 +217,7 @@ class Engine:
                     tree.tokens[row, :n].tolist(),
                     tree.parents[row, :n].tolist(),
                     tree.scores[row, :n].tolist(),
-                    path[row][: len(tokens)],
+                    result.accepted.path[row, : len(tokens)].tolist(),
                     tokens,
                 )
                 record = replace(record, trace=traced)

@@ -44,7 +44,3 @@ def finite(x: Tensor) -> Tensor:
 def _flip(bits: Tensor) -> Tensor:
     """Between the bits of an f32 and an i32 of the same order; its own inverse."""
     return bits ^ ((bits >> 31) & _LAST)
-
-
-NO_CANDIDATE = int(pack(torch.tensor(float("-inf")), torch.tensor(0)))
-"""The packed key of a row in which nothing can be chosen."""

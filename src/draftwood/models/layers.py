@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not x.is_cpu:
         return F.rms_norm(x, weight.shape, None, eps) * weight
     # on CPU the function is a longer chain of operations than this one
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     scale = torch.addcmul(norm.new_full((), eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (x * scale).to(x.dtype) * weight

@@ -42,7 +42,7 @@ class TargetOutput:
     )  # [B, T, len(taps) * d], residual stream after each tapped layer, in the order asked
 
 
-Attend = Callable[..., tuple[Tensor, Tensor]]
+Attend = Callable[..., Tensor]
 """`verify_attn` of one pass, see `for_layers`."""
 
 
@@ -88,7 +88,7 @@ class MLA(nn.Module):
 
         q_latent = torch.bmm(q_nope.view(-1, H, N).transpose(0, 1), self.w_uk)  # [H, B T, R]
         q = torch.cat((q_latent.transpose(0, 1), ropes[:, :H]), -1)
-        o, _ = attend(q.view(*latents.shape[:2], H, R + P), pages, latents, self.scale, value_dim=R)
+        o = attend(q.view(*latents.shape[:2], H, R + P), pages, latents, self.scale, value_dim=R)
         o = torch.bmm(o.view(-1, H, R).transpose(0, 1), self.w_uv)  # [H, B T, V]
         return F.linear(o.transpose(0, 1).flatten(1), self.o)
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch import Tensor
 
-from draftwood.kernels.noise.torch_impl import gumbel, gumbel_of_bits, slice_bits
-from draftwood.kernels.ordering import NO_CANDIDATE, largest, pack, unpack
-from draftwood.kernels.sample.logits import live_counts, live_slots, processed
+from draftwood.kernels.noise.torch_impl import gumbel, slice_gumbel
+from draftwood.kernels.ordering import largest
+from draftwood.kernels.sample.logits import processed
 from draftwood.kernels.sample.params import SampleParams
-from draftwood.tree import DraftTree
+from draftwood.tree import DraftTree, Status
 
+_NO_TOKEN = 2**31 - 1
 _PREFIX = 32
 """Sorted candidates looked at first; filters that keep more look at eight times as many, and so on."""
 
@@ -23,7 +23,8 @@ _PREFIX = 32
 class Partial:
     """What one vocabulary slice contributes. Rows are counted over [B, T] flattened."""
 
-    best: Tensor  # [B * T] i64, packed winner of each greedy or unfiltered row, else NO_CANDIDATE
+    value: Tensor  # [B * T] f32, of the winner of each greedy or unfiltered row, else -inf
+    token: Tensor  # [B * T] i64
     rows: Tensor  # [R] i64, the filtered rows, the same in every slice
     x: Tensor  # [R, C] f32, their candidates after step 4: all of the slice, or its top_k in order
     ids: Tensor  # [R, C] i64
@@ -47,19 +48,20 @@ def partial(
     B, T, v = logits.shape
     x = processed(logits, params, tree, offset).view(B * T, v)
     greedy, plain, filtered = _rows_by_kind(params, tree, B, T)
-    best = torch.full((B * T,), NO_CANDIDATE, device=logits.device)
+    value, token = x.new_full((B * T,), -torch.inf), position.new_zeros(B * T, dtype=torch.int64)
     if len(greedy):
-        value, index = _take(x, greedy).max(1)  # the first of equals
-        best[greedy] = pack(value, index + offset)
+        value, token = _put(value, token, greedy, *_take(x, greedy).max(1))  # the first of equals
     if len(plain):
         b = plain // T
-        scaled = _take(x, plain) / params.temperature[b, None]
-        best[plain] = _noisy_winner(scaled, seed[b], position.flatten()[plain], offset)
+        noise = _noise(seed[b], position.flatten()[plain], offset, v)
+        y = _take(x, plain) / params.temperature[b, None] + noise
+        value, token = _put(value, token, plain, *y.max(1))
+    token = token + offset
     if len(filtered) == 0:
-        return Partial(best, filtered, x[:0], filtered.new_empty(0, v))
+        return Partial(value, token, filtered, x[:0], filtered.new_empty(0, v))
     b = filtered // T
     scaled, index = _slice_candidates(_take(x, filtered) / params.temperature[b, None], params.top_k[b])
-    return Partial(best, filtered, scaled, index + offset)
+    return Partial(value, token, filtered, scaled, index + offset)
 
 
 def merge(
@@ -71,33 +73,43 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """Of all slices of the vocabulary, in its order."""
     B, T = position.shape
-    best = reduce(torch.maximum, (p.best for p in partials))
-    rows = partials[0].rows
+    value, token, rows = partials[0].value, partials[0].token, partials[0].rows
+    for p in partials[1:]:
+        better = p.value > value  # of equals, the smaller id was first
+        value, token = torch.where(better, p.value, value), torch.where(better, p.token, token)
     if len(rows):
         x, ids = torch.cat([p.x for p in partials], 1), torch.cat([p.ids for p in partials], 1)
         b = rows // T
-        value, index = _kept(x, params.top_k[b], params.top_p[b], params.log_min_p[b])
-        token = ids.gather(1, index)
-        noise = gumbel(seed[b, None], position.flatten()[rows, None], token)
-        best = best.index_copy(0, rows, pack(value + noise, token).amax(1))
-    value, token = unpack(best.view(B, T))
-    found = value > float("-inf")
-    choice = torch.where(found, token, 0)
-    status = (live_slots(tree, B, T, position.device) & ~found).any(1).int()
-    return choice, status
+        kept, index = _kept(x, params.top_k[b], params.top_p[b], params.log_min_p[b])
+        ids = ids.gather(1, index)
+        y = kept + gumbel(seed[b, None], position.flatten()[rows, None], ids)
+        best = y.amax(1)
+        smallest = ids.masked_fill_(y < best[:, None], _NO_TOKEN).amin(1)
+        value, token = _put(value, token, rows, best, smallest)
+    found = (value > float("-inf")).view(B, T)
+    choice = token.int().view(B, T).masked_fill_(~found, -1)
+    status = [n < live for n, live in zip(found.sum(1).tolist(), _live_counts(tree, B, T), strict=True)]
+    return choice, torch.tensor(status, dtype=torch.int32, device=choice.device)
+
+
+def _live_counts(tree: DraftTree | None, B: int, T: int) -> list[int]:
+    """How many slots of each row choose a token. The root always does, also in an unsound tree."""
+    if tree is None:
+        return [T] * B
+    rows = zip(tree.n_slots.tolist(), tree.status.tolist(), strict=True)
+    return [min(max(n, 1), T) if status == Status.SOUND else 1 for n, status in rows]
 
 
 def _rows_by_kind(params: SampleParams, tree: DraftTree | None, B: int, T: int) -> list[Tensor]:
     """Live rows, counted over [B, T] flattened: greedy, unfiltered, filtered."""
     kinds: tuple[list[int], ...] = ([], [], [])
-    device = params.temperature.device
-    n_live = live_counts(tree, B, T, device)
-    arrays = (params.temperature, params.top_k, params.top_p, params.log_min_p, n_live)
-    rows = zip(*(a.tolist() for a in arrays), strict=True)
+    arrays = (params.temperature, params.top_k, params.top_p, params.log_min_p)
+    rows = zip(*(a.tolist() for a in arrays), _live_counts(tree, B, T), strict=True)
     for b, (temperature, top_k, top_p, log_min_p, n) in enumerate(rows):
         filters = top_k > 0 or top_p < 1 or log_min_p > float("-inf")
         which = 0 if temperature == 0 else 2 if filters else 1
         kinds[which].extend(range(b * T, b * T + n))
+    device = params.temperature.device
     return [torch.tensor(kind, dtype=torch.int64, device=device) for kind in kinds]
 
 
@@ -105,32 +117,28 @@ def _take(x: Tensor, rows: Tensor) -> Tensor:
     return x if len(rows) == len(x) else x[rows]
 
 
+def _put(
+    value: Tensor, token: Tensor, rows: Tensor, new_value: Tensor, new_token: Tensor
+) -> tuple[Tensor, Tensor]:
+    if len(rows) == len(value):
+        return new_value, new_token
+    return value.index_copy(0, rows, new_value), token.index_copy(0, rows, new_token)
+
+
+def _noise(seed: Tensor, position: Tensor, offset: int, size: int) -> Tensor:
+    """[R, size] noise; made once for slots that share seed and position, as siblings do."""
+    pairs = list(zip(seed.tolist(), position.tolist(), strict=True))
+    distinct = {pair: i for i, pair in enumerate(dict.fromkeys(pairs))}
+    seeds, positions = torch.tensor(list(distinct), device=seed.device).unbind(1)
+    noise = slice_gumbel(seeds, positions, offset, size)
+    return noise if len(noise) == len(pairs) else noise[[distinct[pair] for pair in pairs]]
+
+
 def _slice_candidates(x: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
     """Values and indices of x [R, v] that can survive top-k; all of them if a row has none."""
     if bool((top_k > 0).all()):
         return largest(x, min(x.shape[1], int(top_k.max())))
     return x, torch.arange(x.shape[1], device=x.device).expand(x.shape)
-
-
-def _noisy_winner(x: Tensor, seed: Tensor, position: Tensor, offset: int) -> Tensor:
-    """[R] packed winner of x + noise, x [R, v], with exact noise only for tokens that could win.
-
-    The noise of random number v is at most -log(v), so x - log(v) bounds each value from above. Its maximum
-    names a token whose own value all others must reach; the few whose bound does are compared exactly.
-    """
-    bits = slice_bits(seed, position, offset, x.shape[1])
-    peak = x.amax(1, keepdim=True)
-    shift = peak.clamp(min=torch.finfo(torch.float32).min)
-    # exp(shift - bound), up to rounding and the factor 2^32 of v
-    inverse = (shift - x).exp_().mul_(bits.float().add_(0.5))
-    leader = inverse.argmin(1, keepdim=True)
-    value = x.gather(1, leader) + gumbel_of_bits(bits.gather(1, leader))
-    slack = (shift.abs() + 64.0) * 2.0**-20  # covers the roundings of x - shift, exp, the product and the sum
-    threshold = torch.where(peak == shift, (shift - value + slack).exp() * 2.0**32, -1.0)
-    row, index = (inverse <= threshold).nonzero(as_tuple=True)
-    keys = pack(x[row, index] + gumbel_of_bits(bits[row, index]), index + offset)
-    none = torch.full((len(x),), NO_CANDIDATE, device=x.device)
-    return none.scatter_reduce(0, row, keys, "amax")
 
 
 def _kept(x: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,18 +13,22 @@ _WORD_MASK = (1 << WORD) - 1
 
 def tree_accept(tree: DraftTree, choice: Tensor, limits: Limits, *, max_depth: int) -> Accepted:
     T, columns = choice.shape[1], max_depth + 1
-    live = tree.n_slots.clamp(1, T).masked_fill(tree.status != Status.SOUND, 1)
-    trees = (tree.tokens, tree.parents, tree.ancestors, choice, live)
+    trees = (tree.tokens, tree.parents, tree.ancestors, tree.n_slots, tree.status, choice)
     bounds = (limits.stop_ids, limits.max_new, limits.context_left)
-    rows = []
+    paths, tokens, counts = [], [], []
     for row in zip(*(a.tolist() for a in (*trees, *bounds)), strict=True):
-        tokens, parents, ancestors, chosen, n_live, stop_ids, max_new, context_left = row
-        path, emitted = _walk(tokens, parents, ancestors, chosen, n_live, columns)
+        token, parents, ancestors, n_slots, status, chosen, stop_ids, max_new, context_left = row
+        live = min(max(n_slots, 1), T) if status == Status.SOUND else 1
+        path, emitted = _walk(token, parents, ancestors, chosen, live, columns)
         n, done = _cut(emitted, stop_ids, max(1, max_new), max(1, context_left))
         padding = [-1] * (columns - n)
-        rows.append((path[:n] + padding, emitted[:n] + padding, n, emitted[n - 1], int(done)))
-    fields = (torch.tensor(column, dtype=torch.int32) for column in zip(*rows, strict=True))
-    return Accepted(*(field.to(choice.device) for field in fields))
+        paths.append(path[:n] + padding)
+        tokens.append(emitted[:n] + padding)
+        counts.append((n, emitted[n - 1], done))
+    device = choice.device
+    path_and_tokens = torch.tensor([paths, tokens], dtype=torch.int32, device=device)
+    per_row = torch.tensor(list(zip(*counts, strict=True)), dtype=torch.int32, device=device)
+    return Accepted(*path_and_tokens, *per_row)
 
 
 def _walk(
@@ -56,6 +60,8 @@ def _cut(emitted: list[int], stop_ids: list[int], max_new: int, context_left: in
     for n, token in enumerate(emitted[:limit], start=1):
         if token >= 0 and token in stop_ids:  # -1 pads
             return n, Done.STOP
+    if len(emitted) <= limit and emitted[-1] < 0:
+        return len(emitted), Done.FAILED
     if len(emitted) < limit:
         return len(emitted), Done.RUNNING
     return limit, Done.LENGTH if max_new <= context_left else Done.CONTEXT

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_float
+from ctypes import c_float, c_int64
 from heapq import heappop, heappush
 from operator import ge
 
-import numpy as np
+import torch
 from torch import Tensor
 
-from draftwood.tree import WORD, DraftTree, Status, n_words
+from draftwood.tree import WORD, DraftTree, Status
 
 _WORD_MASK = (1 << WORD) - 1
 _NEVER = float("-inf")
@@ -25,18 +25,19 @@ def tree_build(
             root.tolist(), lp.tolist(), ids.tolist(), budget.tolist(), min_score.tolist(), strict=True
         )
     ]
-    W = n_words(slots)
-    words = [[[bits >> (WORD * w) & _WORD_MASK for w in range(W)] for bits in row.ancestors] for row in rows]
-    tree = DraftTree(
-        tokens=np.array([row.tokens for row in rows], np.int32),
-        parents=np.array([row.parents for row in rows], np.int32),
-        depths=np.array([row.depths for row in rows], np.int32),
-        scores=np.array([row.scores for row in rows], np.float32),
-        ancestors=np.array(words, np.uint64).view(np.int64),
-        n_slots=np.array([row.n_slots for row in rows], np.int32),
-        status=np.array([row.status for row in rows], np.int32),
-    )
-    return tree.torch(lp.device)
+    words = [[_words(bits, slots) for bits in row.ancestors] for row in rows]
+    nodes = [[row.tokens for row in rows], [row.parents for row in rows], [row.depths for row in rows]]
+    per_row = [[row.n_slots for row in rows], [row.status for row in rows]]
+    tokens, parents, depths = torch.tensor(nodes, dtype=torch.int32, device=lp.device).unbind()
+    n_slots, status = torch.tensor(per_row, dtype=torch.int32, device=lp.device).unbind()
+    scores = torch.tensor([row.scores for row in rows], dtype=torch.float32, device=lp.device)
+    ancestors = torch.tensor(words, dtype=torch.int64, device=lp.device)
+    return DraftTree(tokens, parents, depths, scores, ancestors, n_slots, status)
+
+
+def _words(bits: int, slots: int) -> list[int]:
+    """The 64-bit words of a bit set, as signed numbers."""
+    return [c_int64(bits >> at & _WORD_MASK).value for at in range(0, slots, WORD)]
 
 
 class _Row:

@@ -57,20 +57,21 @@ def for_layers(
     ancestors: Array,
     n_slots: Array,
     page: int,
-) -> Callable[..., Any]:
+) -> Callable[..., Array]:
     """The implementation `attend` with what all layers of a pass share: a function of (q, pages, tree_kv, scale, *,
-    value_dim) that returns what `verify_attn` does.
+    value_dim) that returns o.
 
-    An implementation with work that does not depend on the layer has a function `prepare` of the shared arguments
-    as an attribute; `page` is the page size.
+    An implementation with work that does not depend on the layer has such a function's maker as an attribute
+    `prepare`, which takes the shared arguments; `page` is the page size.
     """
-    prepare: Callable[..., Callable[..., Any]] | None = getattr(attend, "prepare", None)
+    prepare: Callable[..., Callable[..., Array]] | None = getattr(attend, "prepare", None)
     if prepare is not None:
         return prepare(page_table, prefix_len, ancestors, n_slots, page)
 
-    def layer(q: Array, pages: Array, tree_kv: Array, scale: float, *, value_dim: int) -> Any:
-        return attend(
+    def layer(q: Array, pages: Array, tree_kv: Array, scale: float, *, value_dim: int) -> Array:
+        o, _ = attend(
             q, pages, page_table, prefix_len, tree_kv, ancestors, n_slots, scale, value_dim=value_dim
         )
+        return o
 
     return layer

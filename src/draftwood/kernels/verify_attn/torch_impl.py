@@ -22,8 +22,9 @@ def verify_attn(
     value_dim: int,
 ) -> tuple[Tensor, Tensor]:
     """See `draftwood.kernels.verify_attn.verify_attn`."""
-    attend = TreeAttention(page_table, prefix_len, ancestors, n_slots, pages.shape[1])
-    return attend(q, pages, tree_kv, scale, value_dim=value_dim)
+    attention = TreeAttention(page_table, prefix_len, ancestors, n_slots, pages.shape[1])
+    lse = q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
+    return attention(q, pages, tree_kv, scale, value_dim=value_dim, lse=lse), lse
 
 
 class TreeAttention:
@@ -54,16 +55,25 @@ class TreeAttention:
         ]
 
     def __call__(
-        self, q: Tensor, pages: Tensor, tree_kv: Tensor, scale: float, *, value_dim: int
-    ) -> tuple[Tensor, Tensor]:
-        """The arguments that differ from layer to layer."""
+        self,
+        q: Tensor,
+        pages: Tensor,
+        tree_kv: Tensor,
+        scale: float,
+        *,
+        value_dim: int,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """o [B, T, H, R]; the arguments are those that differ from layer to layer. Fills `lse` if one is given."""
         if len(self._batches) == 1:
-            return self._batches[0].attend(q, pages, tree_kv, scale, value_dim)
+            return self._batches[0].attend(q, pages, tree_kv, scale, value_dim, lse)
         o = q.new_empty(*q.shape[:3], value_dim)
-        lse = q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
         for rows, batch in zip(self._rows, self._batches, strict=True):
-            o[rows], lse[rows] = batch.attend(q[rows], pages, tree_kv[rows], scale, value_dim)
-        return o, lse
+            part = None if lse is None else lse[rows]
+            o[rows] = batch.attend(q[rows], pages, tree_kv[rows], scale, value_dim, part)
+            if lse is not None and part is not None:
+                lse[rows] = part
+        return o
 
 
 verify_attn.prepare = TreeAttention  # type: ignore[attr-defined]
@@ -83,20 +93,21 @@ class _PaddedBatch:
         device = page_table.device
         self.n_prefix, self.n = n_prefix, n = max(lengths), max(1, *slots)
         self.ids = prefix_pages(page_table, lengths, n, page)
-        # [B, n, n], or [B, n, n_prefix + n] where prefixes count: true where a slot does not see a key
-        self.hidden = _hidden_slots(ancestors[:, :n], n)
         self.dead_key: Tensor | None = None  # [B, n_prefix + n]
         self.blind: Tensor | None = None  # [B, n], inert slots and others that see nothing
+        hidden = _hidden_slots(ancestors[:, :n], n)
         if min(lengths) < n_prefix or min(slots) < n:
             dead_slot = past_end(slots, n, device)
             self.dead_key = torch.cat((past_end(lengths, n_prefix, device), dead_slot), 1)
-            self.hidden = pad(self.hidden, (n_prefix, 0)) | self.dead_key[:, None] | dead_slot[..., None]
-        if self.hidden.shape[-1] == n_prefix + n:
-            self.blind = self.hidden.all(-1)
+            hidden = pad(hidden, (n_prefix, 0)) | self.dead_key[:, None] | dead_slot[..., None]
+        if hidden.shape[-1] == n_prefix + n:
+            self.blind = hidden.all(-1)
+        # [B, n, 1, n], or [B, n, 1, n_prefix + n] where prefixes count: true where a slot does not see a key
+        self.hidden = hidden[:, :, None] if bool(hidden.any()) else None
 
     def attend(
-        self, q: Tensor, pages: Tensor, tree_kv: Tensor, scale: float, value_dim: int
-    ) -> tuple[Tensor, Tensor]:
+        self, q: Tensor, pages: Tensor, tree_kv: Tensor, scale: float, value_dim: int, lse: Tensor | None
+    ) -> Tensor:
         B, T, H, _ = q.shape
         n = self.n
         keys = gather_prefix(pages, self.ids, self.n_prefix, tree_kv[:, :n]).to(_wide(q.dtype))
@@ -104,17 +115,19 @@ class _PaddedBatch:
             keys.masked_fill_(self.dead_key[..., None], 0)  # a weight of 0 does not cancel NaN
         queries = q[:, :n].to(keys.dtype).flatten(1, 2)
         scores = torch.baddbmm(keys.new_zeros(()), queries, keys.mT, beta=0, alpha=scale).view(B, n, H, -1)
-        visible = scores.narrow(-1, scores.shape[-1] - self.hidden.shape[-1], self.hidden.shape[-1])
-        visible.masked_fill_(self.hidden[:, :, None], -torch.inf)
+        if self.hidden is not None:
+            width = self.hidden.shape[-1]
+            scores.narrow(-1, scores.shape[-1] - width, width).masked_fill_(self.hidden, -torch.inf)
         weights = scores.softmax(-1)
-        lse = scores.amax(-1).sub_(weights.amax(-1).log_())  # the largest weight is 1 / sum
         o = torch.bmm(weights.flatten(1, 2), keys[..., :value_dim]).view(B, n, H, value_dim)
         if self.blind is not None:
             o.masked_fill_(self.blind[..., None, None], 0)
-            lse.masked_fill_(self.blind[..., None], -torch.inf)
-        if n < T:
-            o, lse = pad(o, (0, 0, 0, 0, 0, T - n)), pad(lse, (0, 0, 0, T - n), value=-torch.inf)
-        return o.to(q.dtype), lse
+        if lse is not None:
+            lse[:, n:] = -torch.inf
+            lse[:, :n] = scores.amax(-1) - weights.amax(-1).log()  # the largest weight is 1 / sum
+            if self.blind is not None:
+                lse[:, :n].masked_fill_(self.blind[..., None], -torch.inf)
+        return pad(o, (0, 0, 0, 0, 0, T - n)).to(q.dtype) if n < T else o.to(q.dtype)
 
 
 def _hidden_slots(ancestors: Tensor, n: int) -> Tensor:
