@@ -43,12 +43,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--lr", type=float, default=2.5e-3)
     p.add_argument("--capacity", type=float, default=1.5, help="rows per expert over an equal share")
     p.add_argument("--init", type=Path, help="target folder to start from, instead of random weights")
-    p.add_argument(
-        "--max-repetition",
-        type=float,
-        default=1.0,
-        help="no loss on stretches of 128 tokens in which a larger share of 4-grams is repeated",
-    )
+    p.add_argument("--drop-repeats", type=float, default=0.0, help="share of repeated 10-grams without loss")
     p.add_argument("--device", default="cuda")
     p.add_argument("--no-compile", action="store_true")
     p.add_argument("--tiny", action="store_true", help="a rehearsal: the same code, a tiny model")
@@ -63,18 +58,21 @@ def load(folders: list[Path], name: str) -> np.ndarray:
     return np.concatenate([np.frombuffer(lzma.decompress(f.read_bytes()), np.uint16) for _, f in files])
 
 
-STRETCH = 128
+GRAM, BACK = 10, 256
 
 
-def repetitive(tokens: Tensor, most: float) -> Tensor:
-    """[n] bool: tokens of stretches in which more than `most` of the 4-grams came before in the stretch."""
+def repeats(tokens: Tensor) -> Tensor:
+    """[n] bool: the GRAM tokens that end here also ended at one of the BACK positions before.
+
+    What goes on after a long match is nearly always more of the same, so a model learns to go on for ever. Leaving
+    out most of these labels, and none of those where a repetition ends, teaches it to end one.
+    """
+    code = torch.zeros(len(tokens) - GRAM + 1, dtype=torch.int64, device=tokens.device)
+    for i in range(GRAM):
+        code = code * 1_000_003 + tokens[i : i + len(code)]
     found = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-    for at in range(0, len(tokens) // STRETCH * STRETCH, STRETCH << 16):
-        part = tokens[at : at + (STRETCH << 16)]
-        rows = part[: len(part) // STRETCH * STRETCH].view(-1, STRETCH).long()
-        grams = sum(rows[:, i : STRETCH - 3 + i] << (16 * i) for i in range(4)).sort(1).values
-        repeated = (grams.diff(dim=1) == 0).double().sum(1) / grams.shape[1]
-        found[at : at + rows.numel()] = (repeated > most).repeat_interleave(STRETCH)
+    for back in range(1, BACK + 1):
+        found[GRAM - 1 + back :] |= code[back:] == code[:-back]
     return found
 
 
@@ -225,10 +223,13 @@ def main() -> None:
         torch.from_numpy(load(args.data, n).astype(np.int16)).to(args.device) for n in ("train", "held")
     )
     facts = json.loads(next(f / "facts.json" for f in args.data if (f / "facts.json").exists()).read_text())
-    unlearnt = repetitive(tokens, args.max_repetition) if args.max_repetition < 1 else None
-    run, windows = Run(args), Windows(tokens, args.batch, args.context, unlearnt)
-    if unlearnt is not None:
+    run, unlearnt = Run(args), None
+    if args.drop_repeats > 0:
+        rng = torch.Generator(args.device).manual_seed(0)
+        chance = torch.rand(len(tokens), generator=rng, device=args.device)
+        unlearnt = repeats(tokens) & (chance < args.drop_repeats)
         print(f"{unlearnt.double().mean().item():.1%} of the tokens carry no loss")
+    windows = Windows(tokens, args.batch, args.context, unlearnt)
     size = sum(p.numel() for p in run.model.parameters()) / 1e6
     print(
         f"{size:.1f} M parameters, {len(tokens) / 1e6:.1f} M tokens, {time.perf_counter() - began:.0f} s to load"
