@@ -80,8 +80,13 @@ def thresholds_between(low, high):
     """Spread evenly; the first halves the number of floats between, so that narrowing ends."""
     j = tl.arange(0, _THRESHOLDS)
     f = (j + 1).to(tl.float32) * 0.0588235294
-    middle = from_ordered(((ordered(low).to(tl.int64) + ordered(high).to(tl.int64)) >> 1).to(tl.int32))
-    return tl.where(j == 0, middle, tl.maximum(low, _LOWEST) * (1.0 - f) + high * f)
+    return tl.where(j == 0, _middle(low, high), tl.maximum(low, _LOWEST) * (1.0 - f) + high * f)
+
+
+@triton.jit
+def _middle(low, high):
+    """With as many floats below as above; not strictly between the two if nothing is."""
+    return from_ordered(((ordered(low).to(tl.int64) + ordered(high).to(tl.int64)) >> 1).to(tl.int32))
 
 
 @triton.jit
@@ -149,7 +154,7 @@ def _close(slot, bracket, gathered, peak, by_number, target, STEP: tl.constexpr,
         bracket.n_high,
         bracket.w_high,
     )
-    while (n_low - n_high > CAPACITY) & (ordered(high).to(tl.int64) - ordered(low) > 1):
+    while (n_low - n_high > CAPACITY) & (_middle(low, high) > low) & (_middle(low, high) < high):
         limits = thresholds_between(low, high)
         number, weight = sums_above(slot, limits, peak, 0, slot.V, STEP)
         closer = narrow(Bracket(low, high, n_low, n_high, w_high), limits, number, weight, by_number, target)

@@ -1,0 +1,127 @@
+"""On a GPU: all implementations, at real sizes, on data that is new in every run, and inside CUDA graphs."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import fields, is_dataclass, replace
+
+import pytest
+import torch
+
+from draftwood.kernels.case import make_case
+from draftwood.kernels.registry import KERNELS, load
+from draftwood.kernels.run_case import (
+    IN_PLACE,
+    cases_of,
+    poisoned_memory,
+    run,
+    to_numpy,
+    torch_inputs,
+    verify,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+FULL_VOCABULARY = 163840
+
+LARGE = {
+    "topk_logprobs": [
+        *(
+            {"B": 2, "V": FULL_VOCABULARY, "coupled": coupled, "values": values}
+            for coupled in (0, 1)
+            for values in ("normal", "ties", "holes")
+        ),
+        *({"B": 3, "D": 15, "V": FULL_VOCABULARY, "coupled": c, "dtype": "bfloat16"} for c in (0, 1)),
+        *({"B": 2, "D": 3, "V": 9999, "k": k, "coupled": c} for k in (1, 5, 64, 256, 300) for c in (0, 1)),
+    ],
+    "tree_build": [
+        *({"B": 5, "T": T, "values": values} for T in range(1, 131) for values in ("random", "ties")),
+        *({"B": 64, "D": 15, "K": K, "T": T} for K in (1, 7, 64) for T in (64, 128, 256)),
+        *({"B": 64, "D": 15, "K": 64, "T": 128, "values": v} for v in ("chain", "thin", "floor", "faulty")),
+    ],
+    "sample": [
+        *(
+            {"B": 12, "T": 3, "V": V, "rows": "mixed", "values": values}
+            for V in (4095, 4097, FULL_VOCABULARY)
+            for values in ("normal", "ties", "holes")
+        ),
+        *({"B": 2, "T": 8, "V": FULL_VOCABULARY, "rows": rows} for rows in ("top_k", "top_p", "all")),
+        {"B": 6, "T": 4, "V": FULL_VOCABULARY, "rows": "mixed", "extras": "all", "tree": 1},
+        {"B": 6, "T": 130, "V": 700, "rows": "mixed", "extras": "all", "values": "ties", "tree": 1},
+    ],
+    "tree_accept": [
+        *(
+            {"B": 16, "T": T, "D": 15, "tree": tree, "limits": "near"}
+            for T in range(1, 131)
+            for tree in ("random", "garbage")
+        ),
+        *({"B": 8, "T": 128, "S": S, "D": 31, "hit": 1.0} for S in (0, 1, 7, 8, 9, 40)),
+    ],
+    "commit_kv": [
+        *(
+            {"B": 8, "T": T, "page": page, "ragged": 1, "skip": skip}
+            for T in (8, 64, 130)
+            for page in (16, 64)
+            for skip in (0, 1)
+        ),
+        {"L": 3, "B": 2, "C": 5000, "page": 16, "dtype": "float32"},
+    ],
+}
+
+
+def case_id(value):
+    return value if isinstance(value, str) else value.id
+
+
+@pytest.mark.parametrize("case", [c for kernel in KERNELS for c in cases_of(kernel).small()], ids=case_id)
+def test_torch_on_the_gpu(case):
+    verify(case, "torch", "cuda")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [make_case(kernel, cases_of(kernel).DEFAULTS, **axes) for kernel in LARGE for axes in LARGE[kernel]],
+    ids=case_id,
+)
+def test_large_cases_on_new_data(case):
+    case = replace(case, seed=secrets.randbelow(2**31))
+    print(case.id)
+    verify(case, "triton", "cuda")
+
+
+@pytest.mark.parametrize("case", [c for kernel in LARGE for c in cases_of(kernel).small()], ids=case_id)
+def test_a_graph_replays_with_changed_contents(case):
+    """Captured on one input; so nothing waits for the device, and nothing it reads is fixed at capture."""
+    cases, function = cases_of(case.kernel), load(case.kernel, "triton")
+    changed = replace(case, seed=secrets.randbelow(2**31))
+    print(changed.id)
+    made = {c: cases.make(c) for c in (case, changed)}
+    static = torch_inputs(case, made[case], "cuda")
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        function(**static)
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with poisoned_memory(), torch.cuda.graph(graph):
+        out = function(**static)
+    for c in (changed, case):
+        for to, new in zip(tensors(static), tensors(torch_inputs(c, made[c], "cuda")), strict=True):
+            to.copy_(new)
+        graph.replay()
+        got = static[IN_PLACE[c.kernel]] if c.kernel in IN_PLACE else out
+        cases.compare(c, to_numpy(got), run(c, made[c], "ref"))
+
+
+def tensors(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from tensors(v)
+    elif is_dataclass(value):
+        for f in fields(value):
+            yield from tensors(getattr(value, f.name))

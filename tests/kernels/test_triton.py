@@ -1,0 +1,141 @@
+"""Triton's own parts: the noise and its bounds, selection, slices, and the paths that data rarely takes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from draftwood.kernels.case import make_case
+from draftwood.kernels.noise import ref as noise_ref
+from draftwood.kernels.noise.triton_impl import (
+    RATE_ERROR,
+    approximate_rate,
+    gumbel,
+    random_bits,
+    tile_bits,
+    upper_bound,
+)
+from draftwood.kernels.run_case import cases_of, run, to_numpy, torch_inputs, verify
+from draftwood.kernels.sample import triton_impl as sample_impl
+from draftwood.kernels.topk_logprobs import triton_impl as topk_impl
+from draftwood.kernels.triton_ops import from_ordered, largest, ordered, packed, packed_index, packed_value
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@triton.jit
+def noise_kernel(seed, position, bits, tile, noise, rate, bound, first, N: tl.constexpr):
+    i = tl.arange(0, N)
+    s, p = tl.load(seed), tl.load(position)
+    b = random_bits(s, p, first + i)
+    tl.store(bits + i, b.to(tl.int64))
+    tl.store(tile + i, tile_bits(s, p, first, N).to(tl.int64))
+    tl.store(noise + i, gumbel(b))
+    tl.store(rate + i, approximate_rate(b))
+    tl.store(bound + i, upper_bound(b))
+
+
+def test_noise_and_its_stand_ins():
+    N, rng = 4096, np.random.default_rng(0)
+    for _ in range(20):
+        seed = rng.integers(-(2**63), 2**63, 1, dtype=np.int64)
+        position = rng.integers(0, 2**31, 1).astype(np.int32)
+        first = 4 * int(rng.integers(0, 2**28))
+        dtypes = (torch.int64, torch.int64, torch.float32, torch.float32, torch.float32)
+        out = [torch.empty(N, dtype=d, device=DEVICE) for d in dtypes]
+        noise_kernel[(1,)](*(torch.from_numpy(a).to(DEVICE) for a in (seed, position)), *out, first, N)
+        bits, tile, noise, rate, bound = (o.cpu().numpy() for o in out)
+        want = noise_ref.random_bits(seed, position, np.arange(first, first + N))
+        np.testing.assert_array_equal(bits, want)
+        np.testing.assert_array_equal(tile, want)
+        np.testing.assert_array_equal(noise, noise_ref.gumbel_of_bits(want))
+        assert np.abs(-np.log(rate.astype(np.float64)) - noise).max() < RATE_ERROR.value
+        assert (bound > noise - RATE_ERROR.value).all()
+
+
+@triton.jit
+def order_kernel(x, i, out, back, index, N: tl.constexpr):
+    place = tl.arange(0, N)
+    value = tl.load(x + place)
+    key = packed(value, tl.load(i + place))
+    tl.store(out + place, key)
+    tl.store(back + place, packed_value(key))
+    tl.store(index + place, packed_index(key))
+    tl.store(x + place, from_ordered(ordered(value)))
+
+
+def test_keys_are_in_the_order_of_values_then_ids():
+    x = np.array(
+        [np.inf, 3e38, 1.5, 1e-45, 0.0, -0.0, -1e-45, -2.0, -2.0, -3e38, -np.inf, -np.inf] + [7.0] * 4
+    )
+    i = np.array([5, 2**31 - 1, 0, 3, 1, 2, 9, 4, 6, 8, 0, 2**31 - 1, 10, 11, 12, 13], np.int32)
+    x = torch.from_numpy(x.astype(np.float32)).to(DEVICE)
+    given, ids = x.clone(), torch.from_numpy(i).to(DEVICE)
+    key, back, index = (
+        torch.empty(16, dtype=torch.int64, device=DEVICE),
+        torch.empty_like(x),
+        torch.empty_like(ids),
+    )
+    order_kernel[(1,)](x, ids, key, back, index, 16)
+    assert torch.equal(x.view(torch.int32), given.view(torch.int32))
+    assert torch.equal(back, given)
+    assert torch.equal(index, ids)
+    by_key = key.cpu().numpy().argsort()[::-1]
+    np.testing.assert_array_equal(by_key, np.lexsort((i, -given.cpu().numpy().astype(np.float64))))
+
+
+@triton.jit
+def largest_kernel(keys, out, LOG_N: tl.constexpr, LOG_K: tl.constexpr):
+    found = largest(tl.load(keys + tl.arange(0, 1 << LOG_N)), LOG_N, LOG_K)
+    tl.store(out + tl.arange(0, 1 << LOG_K), found)
+
+
+@pytest.mark.parametrize(("log_n", "log_k"), [(0, 0), (5, 0), (5, 5), (6, 3), (9, 5), (10, 6)])
+def test_largest(log_n, log_k):
+    rng = np.random.default_rng(0)
+    for low, high in ((-(2**63), 2**63), (-3, 3)):
+        keys = torch.from_numpy(rng.integers(low, high, 1 << log_n, dtype=np.int64)).to(DEVICE)
+        out = torch.empty(1 << log_k, dtype=torch.int64, device=DEVICE)
+        largest_kernel[(1,)](keys, out, log_n, log_k)
+        assert torch.equal(out, keys.sort(descending=True).values[: 1 << log_k])
+
+
+@pytest.mark.parametrize("values", ["normal", "ties", "holes"])
+@pytest.mark.parametrize("coupled", [0, 1])
+def test_topk_slices_merge_to_the_whole(coupled, values):
+    cases = cases_of("topk_logprobs")
+    case = make_case("topk_logprobs", cases.DEFAULTS, B=2, D=1, V=300, k=9, coupled=coupled, values=values)
+    inputs = cases.make(case)
+    given = torch_inputs(case, inputs, DEVICE)
+    logits, k = given.pop("logits"), given.pop("k")
+    cuts = [0, 1, 6, 130, 299, 300]
+    parts = [topk_impl.partial(logits[..., a:b], k, a, **given) for a, b in pairwise(cuts)]
+    cases.compare(case, to_numpy(topk_impl.merge(parts, k)), run(case, inputs, "ref"))
+
+
+def test_topk_when_noise_decides_nothing():
+    """Far from zero, sums of logit and noise tie by the thousand: more than are ranked exactly at first."""
+    rng = np.random.default_rng(0)
+    logits = np.full((1, 1, 600), 3e7, np.float32) + rng.integers(0, 3, 600).astype(np.float32) * 2
+    given = {
+        "temperature": np.ones(1, np.float32),
+        "seed": np.array([7]),
+        "position": np.array([[3]], np.int32),
+    }
+    case = make_case("topk_logprobs", cases_of("topk_logprobs").DEFAULTS, D=1, V=600, k=5, coupled=1)
+    inputs = {"logits": logits, "k": 5, **given}
+    cases_of("topk_logprobs").compare(case, run(case, inputs, "triton", DEVICE), run(case, inputs, "ref"))
+
+
+@pytest.mark.parametrize("values", ["normal", "ties", "holes"])
+def test_sample_narrows_until_few_tokens_are_left(values, monkeypatch):
+    """With room for few candidates, cuts need more passes; with ties there is no end to them but one value."""
+    monkeypatch.setattr(sample_impl, "_CAPACITY", 4)
+    axes = {"B": 3, "T": 1, "V": 331, "values": values}
+    for rows in ("top_k", "top_p", "all"):
+        verify(make_case("sample", cases_of("sample").DEFAULTS, rows=rows, **axes), "triton", DEVICE)
