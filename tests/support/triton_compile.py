@@ -91,10 +91,11 @@ def hot_loops(cubin):
                 counts = Counter(code[start:])
                 if any(counts[m] for m in ("HMMA", "HGMMA", "UTCHMMA")) or counts["FFMA"] > 255:
                     loops.append((start, len(code), counts))
+    last_exit = len(code) - code[::-1].index("EXIT")  # later branches return from code moved out of line
     return [
         {"instructions": end - start, "spills": counts["STL"], "reloads": counts["LDL"]}
         for start, end, counts in loops
-        if not any(start <= s and e < end for s, e, _ in loops)
+        if end < last_exit and not any(start <= s and e < end for s, e, _ in loops)
     ]
 
 

@@ -9,7 +9,7 @@ from draftwood.kernels.chip import Chip
 
 @dataclass(frozen=True)
 class Tiles:
-    """How `_attend` cuts rows (slot, head) and keys, and how its widths are padded."""
+    """How `attend` cuts rows (slot, head) and keys, and how its widths are padded."""
 
     block_m: int  # rows
     block_n: int  # keys
@@ -64,5 +64,5 @@ def padded(width: int) -> int:
 
 
 def merge_rows(rows: int, n_sms: int) -> int:
-    """Rows per program of `_merge`: as many as leave every multiprocessor four programs, 1 to 8."""
+    """Rows per program of `merge_parts`: as many as leave every multiprocessor four programs, 1 to 8."""
     return 1 << max(0, min(3, (rows // (4 * n_sms)).bit_length() - 1))

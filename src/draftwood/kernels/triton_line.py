@@ -1,0 +1,73 @@
+"""Split-KV work laid out on a line, in Triton: equal runs for all programs, and partial results merged exactly.
+
+A unit is one block of keys for one tile of rows. A request has (its blocks) x (its tiles) units, all requests' lie end to
+end, and `programs` programs take equal runs of the line. A tile that lies in one run is finished there. One that several
+runs share leaves a partial result in each: in slot 0 of the program's two if its run starts in the tile, else in slot 1.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-3.4028234e38)
+"""Where a running maximum starts: finite, so that no difference of two is NaN."""
+
+
+@triton.jit
+def run_start(program, total, programs):
+    """Where a program's run of a line of `total` units starts; it ends where the next one's starts."""
+    active = tl.minimum(tl.maximum(total, 1), programs)
+    return (tl.minimum(program, active).to(tl.int64) * total // active).to(tl.int32)
+
+
+@triton.jit
+def owner(at, total, programs):
+    """The program whose run holds a unit: the inverse of `run_start`."""
+    active = tl.minimum(tl.maximum(total, 1), programs)
+    return (((at + 1).to(tl.int64) * active - 1) // tl.maximum(total, 1)).to(tl.int32)
+
+
+@triton.jit
+def part_slot(program, tile_start, total, programs):
+    """Index of a program's partial result of the tile that starts at a unit."""
+    return (program * 2 + (run_start(program, total, programs) < tile_start)).to(tl.int64)
+
+
+@triton.jit
+def finish(acc, top, weight):
+    """Normalised accumulator [width, rows], and log2 of the sum of exp2 of the scores: 0 and -inf of nothing."""
+    some = tl.where(weight == 0, 1.0, weight)
+    return acc / some[None, :], tl.where(weight == 0, -float("inf"), top + tl.log2(some))
+
+
+@triton.jit
+def merge(
+    part_o,  # [programs, 2, BLOCK_M, WIDTH]
+    part_lse,  # [programs, 2, BLOCK_M], base 2
+    first,
+    last,
+    tile_start,
+    total,
+    programs,
+    row,  # of the tile, [ROWS]
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """What programs first..last left of a tile's rows: output [WIDTH, ROWS] and log2-sum [ROWS]."""
+    col = tl.arange(0, WIDTH)
+    top = tl.full([ROWS], LOWEST, tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([WIDTH, ROWS], tl.float32)
+    for program in tl.range(first, last + 1, num_stages=3):
+        part = part_slot(program, tile_start, total, programs) * BLOCK_M + row
+        log2_sum = tl.load(part_lse + part)
+        value = tl.load(part_o + part[None, :] * WIDTH + col[:, None])
+        new_top = tl.maximum(top, log2_sum)
+        decay = tl.exp2(top - new_top)
+        p = tl.exp2(log2_sum - new_top)
+        weight = weight * decay + p
+        acc = acc * decay[None, :] + value * p[None, :]
+        top = new_top
+    return finish(acc, top, weight)
