@@ -205,8 +205,13 @@ class Selection:
     limit: int | None = None  # cases per kernel, evenly spread
 
 
-def select(catalog: Catalog, chosen: Selection, default_impls: Sequence[str]) -> list[Job]:
+def select(
+    catalog: Catalog, chosen: Selection, default_impls: Sequence[str], first_only: bool = False
+) -> list[Job]:
     """Jobs in the order to prepare them: the kernels in turns, so that a short budget still sees each of them.
+
+    Without implementations chosen, those of `default_impls` that a kernel has, or with `first_only` the first of
+    them: what the engine would run. Peers and kernels from files always come in whole.
 
     Raises `UsageError` for a kernel, implementation, axis or tag that nothing has.
     """
@@ -224,7 +229,9 @@ def select(catalog: Catalog, chosen: Selection, default_impls: Sequence[str]) ->
             declared = catalog.cases(case.kernel).CACHE
             cache = declared if chosen.cache == "declared" else chosen.cache
             has = catalog.implementations(case.kernel)
-            usual = has if case.kernel in catalog.extra else (*default_impls, *catalog.peers)
+            own = [impl for impl in default_impls if impl in has]
+            own = own[:1] if first_only else own
+            usual = has if case.kernel in catalog.extra else (*own, *catalog.peers)
             jobs += [Job(case, impl, cache) for impl in dict.fromkeys(chosen.impls or usual) if impl in has]
     for tag in chosen.tags:
         matching = [job for job in jobs if tag in tags_of(job, chosen.suite)]

@@ -254,8 +254,8 @@ def _jobs(
         cache="warm" if cache == "declared" and not gpu else cache,  # type: ignore[arg-type]
         limit=CPU_CASES if limit is None and not gpu and not narrowed else limit,
     )
-    usual = ("torch", "triton") if gpu else ("torch", "ref") if chosen.suite == "small" else ("torch",)
-    jobs = select(catalog, chosen, usual)
+    usual = ("triton", "torch") if gpu else ("torch", "ref") if chosen.suite == "small" else ("torch",)
+    jobs = select(catalog, chosen, usual, first_only=gpu and vs is None)
     if not jobs:
         raise UsageError("nothing to measure: no case is left after the filters")
     if vs is not None and not any(job.impl == vs for job in jobs):
