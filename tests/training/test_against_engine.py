@@ -49,9 +49,11 @@ def test_the_sampler_gives_what_the_engine_gives(llm, prompts, sampled):
 
 def test_a_sampler_is_reusable(pair64, prompts, sampled):
     sampler = Sampler(pair64[0], batch=8, length=12 + NEW)
-    sampler.run(prompts[3:], torch.ones(3), torch.arange(3))
+    earlier = sampler.run(prompts[3:], torch.ones(3), torch.arange(3))
+    kept = earlier.ids.clone()
     again = sampler.run(prompts, torch.tensor(TEMPERATURES), torch.arange(6) + (5 << 32))
     torch.testing.assert_close(again.ids, sampled.ids, rtol=0, atol=0)
+    torch.testing.assert_close(earlier.ids, kept, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

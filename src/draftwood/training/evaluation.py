@@ -14,6 +14,7 @@ from torch import Tensor
 from draftwood.kernels.registry import Kernels
 from draftwood.models.drafter import Drafter
 from draftwood.models.target import Target
+from draftwood.scores import NEUTRAL, ScoreRule
 from draftwood.training.blocks import draft
 from draftwood.training.sampler import Sequences, whole
 
@@ -45,13 +46,10 @@ def accepted_at(
     *,
     kernels: Kernels,
     coupled: bool,
-    scale: float = 1.0,
+    rule: ScoreRule = NEUTRAL,
     rows: int = ROWS,
 ) -> Accepted:
-    """What rounds at anchors [n, A] would emit of `sequences`, drafted with or without the target's noise.
-
-    `scale` multiplies the draft logits of rows at temperature > 0 before the noise is added.
-    """
+    """What rounds at anchors [n, A] would emit of `sequences`, drafted with or without the target's noise."""
     n, A = anchors.shape
     depth = drafter.config.block_size - 1
     per = max(1, rows // A)
@@ -68,12 +66,13 @@ def accepted_at(
         true = part.ids.gather(1, ahead.clamp(max=last).view(len(mine), -1)).view(len(ahead), depth)
         true = torch.where(inside, true, -1)
         noise: dict[str, Tensor] = {}
+        temperature = part.temperature.repeat_interleave(mine.shape[1])
+        logits = rule.scaled(logits, temperature, coupled=coupled)
         if coupled:
-            temperature = part.temperature.repeat_interleave(mine.shape[1])
-            logits = torch.where((temperature > 0)[:, None, None], logits * scale, logits)
             seed = part.seed.repeat_interleave(mine.shape[1])
             noise = {"temperature": temperature, "seed": seed, "position": ahead.int()}
         lp, ids = kernels.topk_logprobs(logits, min(TOP_K, logits.shape[-1]), **noise)
+        lp = rule.sharpened(lp, temperature, coupled=coupled)
         counts["chain"].append(((ids[:, :, 0] == true).int().cumprod(1).sum(1) + 1).view(mine.shape))
         lengths = tree_lengths(lp, ids, true, kernels)
         for size in SIZES:

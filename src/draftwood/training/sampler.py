@@ -150,13 +150,15 @@ class Sampler:
         return self._replay
 
     def _result(self, n: int) -> Sequences:
-        ids, start = self.ids[:n].cpu(), self.start[:n].cpu()
+        ids, start = self.ids[:n].clone().cpu(), self.start[:n].clone().cpu()
         stops = torch.zeros_like(ids, dtype=torch.bool)
         for token in self.target.config.eos_token_ids:
             stops |= ids == token
         stops &= torch.arange(self.length) >= start[:, None]
         first = torch.where(stops.any(1), stops.int().argmax(1) + 1, self.length)
-        return Sequences(ids, start, first.int(), self.temperature[:n].cpu(), self.seed[:n].cpu())
+        return Sequences(
+            ids, start, first.int(), self.temperature[:n].clone().cpu(), self.seed[:n].clone().cpu()
+        )
 
 
 def _chain(prefix_len: Tensor) -> TreeBatch:

@@ -1,0 +1,80 @@
+"""From draft logits to node scores: how sharp they are, and how much the target's noise counts at each depth.
+
+The noise of a position decides the target's choice only as far as the target itself is undecided. A block drafter is unsure for
+a second reason, which grows with depth: it does not know the tokens in between. So at depth d and temperature T candidates are
+scored by log softmax(a l / T + T gamma_d g), with draft logits l and noise g; at T = 0, or without noise, by
+log softmax(a l / max(T, T0)). The numbers belong to a drafter and are fitted to it. They change the tree, never the output.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
+from torch import Tensor
+
+from draftwood.models.errors import ModelError
+
+FILE = "scores.json"
+
+
+class ScoreRule(BaseModel):
+    """The numbers of one drafter; the defaults leave draft logits as published drafters have them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    sharpness: PositiveFloat = 1.0
+    """a: above 1 where the marginals of a block are flatter than what follows an accepted prefix."""
+    noise: tuple[PositiveFloat, ...] | None = Field(None, min_length=1)
+    """gamma_d for d = 1, 2, ..., the last one for all deeper; None weighs the noise by 1 at every temperature."""
+    coldest: PositiveFloat | None = None
+    """T0: the temperature that colder ones, greedy included, are scored at; None scores without noise at 1."""
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Self:
+        """What a drafter folder's scores.json says; the defaults if it has none. Raises `ModelError` naming the key."""
+        file = Path(folder) / FILE
+        if not file.exists():
+            return cls()
+        try:
+            return cls.model_validate_json(file.read_text(encoding="utf-8"))
+        except (ValidationError, UnicodeDecodeError) as e:
+            problem = e.errors()[0] if isinstance(e, ValidationError) else {"loc": (), "msg": "not UTF-8"}
+            raise ModelError(f"{file}: key `{'.'.join(map(str, problem['loc']))}`: {problem['msg']}") from e
+
+    def weights(self, temperature: Tensor, depth: int) -> Tensor:
+        """c [B, depth] f32: the weight of the noise for temperatures [B], 1 where there is none to weigh."""
+        if self.noise is None:
+            return torch.ones(len(temperature), depth, device=temperature.device)
+        gamma = [*self.noise[:depth], *[self.noise[-1]] * (depth - len(self.noise))]
+        weights = temperature[:, None] * torch.tensor(gamma, device=temperature.device)
+        return torch.where(temperature[:, None] > 0, weights, 1.0)
+
+    def scaled(self, logits: Tensor, temperature: Tensor, *, coupled: bool) -> Tensor:
+        """Logits [B, D, V] for `topk_logprobs`, which divides rows with noise by their temperature [B] and adds the noise.
+
+        `sharpened` on its result completes the rule.
+        """
+        at = torch.ones_like(temperature) if self.coldest is None else temperature.clamp(min=self.coldest)
+        factor = (self.sharpness / at)[:, None].expand(-1, logits.shape[1])  # [B, D]
+        if coupled:
+            at = temperature if self.coldest is None else at
+            noisy = self.sharpness * (temperature / at)[:, None] / self.weights(temperature, logits.shape[1])
+            factor = torch.where(temperature[:, None] > 0, noisy, factor)
+        return logits * factor[..., None]
+
+    def sharpened(self, lp: Tensor, temperature: Tensor, *, coupled: bool) -> Tensor:
+        """Scores [B, D, K] of the candidates that `topk_logprobs` found in `scaled` logits, renormalised over them."""
+        if not coupled or self.noise is None:
+            return lp
+        weights = self.weights(temperature, lp.shape[1])[..., None]
+        scores = lp * weights
+        total = scores.logsumexp(-1, keepdim=True).clamp(
+            min=torch.finfo(lp.dtype).min
+        )  # rows without a candidate
+        return torch.where(temperature[:, None, None] > 0, scores - total, lp)
+
+
+NEUTRAL = ScoreRule()
