@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwood.kernels.tree_accept.cases import random_tree
-from draftwood.tree import BUCKETS, DraftTree, Status, TreeError, from_parents, n_words, root_only
+from draftwood.tree import DraftTree, Status, TreeError, from_parents, n_words, root_only
 
 EDGES = (1, 2, 3, 31, 32, 33, 63, 64, 65, 127, 128, 129, 130)
 
@@ -81,7 +81,7 @@ def test_bit_63_is_the_sign_bit():
 
 
 def test_root_only_pads_to_any_bucket():
-    for T in BUCKETS:
+    for T in (1, 8, 16, 32, 64, 128):
         tree = root_only([5, 6], T)
         tree.check()
         assert tree.n_slots.tolist() == [1, 1]

@@ -7,6 +7,7 @@ exits with 2, a difference found by `--compare` with 1.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftwood.bench.cli import app as bench_app
-from draftwood.config import Mode
+from draftwood.config import MAX_SLOTS, Mode
 
 if TYPE_CHECKING:
     from draftwood.engine.llm import LLM
@@ -61,6 +62,10 @@ def generate(
         from draftwood.engine.llm import LLM
         from draftwood.engine.sampling_params import SamplingParams
 
+        if compare and mode == "plain":
+            raise ValueError("--compare: compares with plain decoding, so it needs --mode tree or chain")
+        if trace is not None:
+            _check_writable(trace)
         text = sys.stdin.read() if prompt == "-" else prompt
         params = SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -93,7 +98,6 @@ def generate(
 def doctor() -> None:
     """Say what this machine has, and which implementation each kernel would use, and why."""
     import importlib.metadata
-    import os
     import platform
 
     import torch
@@ -143,7 +147,11 @@ def doctor() -> None:
 
 def main() -> None:
     """Entry point of the `draftwood` command."""
-    app()
+    try:
+        app()
+    except BrokenPipeError:  # the reader of stdout has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
 
 
 @contextmanager
@@ -154,6 +162,8 @@ def _errors_named() -> Iterator[None]:
 
     try:
         yield
+    except BrokenPipeError:
+        raise
     except ValidationError as e:
         for error in e.errors():
             stderr.print(f"error: {'.'.join(str(p) for p in error['loc'])}: {error['msg']}", style="red")
@@ -166,10 +176,15 @@ def _errors_named() -> Iterator[None]:
 def _budget(text: str) -> int | str:
     if text == "auto":
         return text
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f'budget: expected "auto" or a number of slots, got "{text}"') from None
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_SLOTS:
+        raise ValueError(f'budget: expected "auto" or 1 to {MAX_SLOTS} slots, got "{text}"')
+    return int(text)
+
+
+def _check_writable(path: Path) -> None:
+    """Before minutes are spent on what could then not be written."""
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--trace: {path} cannot be written")
 
 
 def _seed(seed: int | None, temperature: float, compare: bool) -> int | None:

@@ -9,7 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 Mode = Literal["tree", "chain", "plain"]
 """tree: best-first draft trees; chain: the drafter's single best sequence; plain: no speculation."""
 
-Budget = Annotated[int, Field(ge=1)] | Literal["auto"]
+MAX_SLOTS = 128
+
+Budget = Annotated[int, Field(strict=True, ge=1, le=MAX_SLOTS)] | Literal["auto"]
 """Slots per tree, root included, or "auto": what pays, by measured cost and observed acceptance."""
 
 
@@ -20,7 +22,7 @@ class EngineConfig(BaseModel):
 
     mode: Mode = "tree"
     budget: Budget = "auto"
-    max_budget: int = Field(64, ge=2, le=128)
+    max_budget: int = Field(64, ge=2, le=MAX_SLOTS)
     """Largest tree that budget "auto" considers."""
     depth: int | None = Field(None, ge=1)
     """Draft depth; None takes all the drafter can (block_size - 1)."""

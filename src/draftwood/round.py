@@ -80,7 +80,6 @@ class RoundResult:
     tree: DraftTree
     logits: torch.Tensor  # [B, T, V] f32
     accepted: Accepted
-    status: torch.Tensor  # [B] i32, nonzero: a live slot had no finite logit
 
 
 def decode_round(stages: Stages, state: RoundState, plan: RoundPlan, timer: Timer) -> RoundResult:
@@ -92,10 +91,10 @@ def decode_round(stages: Stages, state: RoundState, plan: RoundPlan, timer: Time
     with timer("verify"):
         output, logits = verify(stages, state, tree)
     with timer("accept"):
-        accepted, status = accept(stages, state, plan, tree, logits)
+        accepted = accept(stages, state, plan, tree, logits)
     with timer("commit"):
         commit(stages, state, output, accepted)
-    return RoundResult(tree, logits, accepted, status)
+    return RoundResult(tree, logits, accepted)
 
 
 def draft(stages: Stages, state: RoundState, plan: RoundPlan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,12 +136,11 @@ def verify(stages: Stages, state: RoundState, tree: DraftTree) -> tuple[TargetOu
 
 def accept(
     stages: Stages, state: RoundState, plan: RoundPlan, tree: DraftTree, logits: torch.Tensor
-) -> tuple[Accepted, torch.Tensor]:
-    """The path that the target's choices take through the tree, and the status [B] of the choices."""
+) -> Accepted:
+    """The path that the target's choices take through the tree."""
     position = state.prefix_len[:, None] + tree.depths + 1
-    choice, status = stages.kernels.sample(logits, state.params, state.seed, position, tree)
-    accepted = stages.kernels.tree_accept(tree, choice, state.limits, max_depth=plan.depth)
-    return accepted, status
+    choice, _ = stages.kernels.sample(logits, state.params, state.seed, position, tree)
+    return stages.kernels.tree_accept(tree, choice, state.limits, max_depth=plan.depth)  # type: ignore[no-any-return]
 
 
 def commit(stages: Stages, state: RoundState, output: TargetOutput, accepted: Accepted) -> None:

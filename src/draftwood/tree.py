@@ -17,8 +17,6 @@ Array: TypeAlias = Any
 """A numpy array or a torch tensor; the shape and dtype are in the docstring of what uses it."""
 
 WORD = 64
-BUCKETS = (1, 8, 16, 32, 64, 128)
-"""Slot counts, root included, that the engine pads trees to. T = 1 is plain decoding."""
 
 
 class Status(IntEnum):

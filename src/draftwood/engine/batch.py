@@ -22,7 +22,6 @@ class HostResult:
     emitted: list[list[int]]
     done: list[Done]
     n_slots: list[int]
-    failed: list[bool]
 
 
 def build_state(
@@ -53,11 +52,9 @@ def build_state(
 
 def to_host(result: RoundResult) -> HostResult:
     """Wait for the device and read what the host needs."""
-    n_path, done, n_slots, status = torch.stack(
-        [result.accepted.n_path, result.accepted.done, result.tree.n_slots, result.status]
-    ).tolist()
-    emitted = [row[:n] for row, n in zip(result.accepted.emitted.tolist(), n_path, strict=True)]
-    return HostResult(emitted, [Done(d) for d in done], n_slots, [s != 0 for s in status])
+    done, n_slots = torch.stack([result.accepted.done, result.tree.n_slots]).tolist()
+    emitted = [[token for token in row if token >= 0] for row in result.accepted.emitted.tolist()]
+    return HostResult(emitted, [Done(d) for d in done], n_slots)
 
 
 def _sample_params(requests: Sequence[Request], vocab_size: int, device: str) -> SampleParams:

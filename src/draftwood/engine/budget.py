@@ -7,45 +7,61 @@ included: where drafting does not pay it stops, and probes again after a while.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from draftwood.tree import DraftTree
 
-FORGET = 0.05
+FORGET = 0.1
 """Weight of the newest round in the running averages."""
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
 """Plain rounds before drafting is probed again; doubles while probing does not pay."""
 
 
 class CostTable:
-    """Seconds of a target pass over n rows (batch times slots); linear between the sizes measured."""
+    """Seconds of verifying and committing n rows (batch times slots); linear between the sizes measured."""
 
     def __init__(self, measure: Callable[[int], float], sizes: tuple[int, ...]) -> None:
-        self.sizes = sizes
-        self.seconds = [measure(n) for n in sizes]
+        self.sizes = np.array(sizes, np.float64)
+        self.seconds = np.array([measure(n) for n in sizes], np.float64)
 
     def __call__(self, rows: int) -> float:
-        at = min(max(bisect_left(self.sizes, rows), 1), len(self.sizes) - 1)
-        (x0, x1), (y0, y1) = self.sizes[at - 1 : at + 1], self.seconds[at - 1 : at + 1]
-        return max(y0 + (y1 - y0) * (rows - x0) / (x1 - x0), min(y0, y1))
+        return float(self._weights(rows) @ self.seconds)
 
     def observe(self, rows: int, seconds: float) -> None:
-        """Move the nearest measured size towards a pass just timed."""
-        at = min(range(len(self.sizes)), key=lambda i: abs(self.sizes[i] - rows))
-        if self.sizes[at] == rows:
-            self.seconds[at] += FORGET * (seconds - self.seconds[at])
+        """Learn from a pass: half of an error is taken for overhead that every size shares, half is its own."""
+        error = seconds - self(rows)
+        share = 0.5 + 0.5 * self._weights(rows).clip(0.0, 1.0)
+        self.seconds = np.maximum(self.seconds + FORGET * error * share, 1e-9)
+
+    def _weights(self, rows: int) -> np.ndarray:
+        """[sizes] of linear interpolation; beyond the largest size the last line goes on."""
+        at = int(np.clip(np.searchsorted(self.sizes, rows), 1, len(self.sizes) - 1))
+        x0, x1 = self.sizes[at - 1 : at + 1]
+        weights = np.zeros_like(self.sizes)
+        weights[at] = (max(rows, x0) - x0) / (x1 - x0)
+        weights[at - 1] = 1.0 - weights[at]
+        return weights
 
 
 class BudgetController:
-    """Picks the slots of each round for a whole batch; one per engine and mode."""
+    """Picks the slots of each round for a whole batch."""
 
-    def __init__(self, cost: CostTable, draft_seconds: float, max_slots: int) -> None:
-        self.cost, self.draft_seconds, self.max_slots = cost, draft_seconds, max_slots
-        self.calibration = 1.0
+    def __init__(self, cost: CostTable, draft_seconds: float) -> None:
+        self.cost, self.draft_seconds = cost, draft_seconds
+        self._promised = self._accepted = 1.0  # decayed sums; one token of good faith
         self._pause = self._next_pause = 0
+
+    @property
+    def calibration(self) -> float:
+        """Accepted tokens per token that the scores promised."""
+        return min(max(self._accepted / self._promised, 0.02), 4.0)
+
+    def restart(self) -> None:
+        """A new request joins: other text may suit the drafter better, so half of the distrust goes."""
+        self._pause = self._next_pause = 0
+        self._accepted = (self._accepted + self._promised) / 2
 
     def wants_draft(self) -> bool:
         """Whether the next round should draft at all."""
@@ -55,26 +71,29 @@ class BudgetController:
         return True
 
     def pick(self, tree: DraftTree) -> int:
-        """Slots to keep of a built tree: most expected tokens per second."""
-        expected = expected_tokens(tree, self.calibration)  # [T]
-        batch = tree.B
-        seconds = [self.draft_seconds + self.cost(batch * n) for n in range(1, tree.T + 1)]
-        rates = expected / np.array(seconds)
-        best = int(np.argmax(rates))
-        if rates[best] <= batch / self.cost(batch):
-            self._next_pause = min(max(2 * self._next_pause, FIRST_PAUSE), LONGEST_PAUSE)
-            self._pause = self._next_pause
-        else:
-            self._next_pause = 0
-        return best + 1
+        """Slots to keep of a drafted tree, at least 2: most expected tokens per second.
 
-    def observe(self, expected: float, accepted: int, seconds: dict[str, float], rows: int) -> None:
-        """Learn from a drafted round: tokens its scores promised (uncorrected, roots excluded), tokens accepted."""
-        if expected > 0:
-            ratio = min(accepted / expected, 4.0)
-            self.calibration = max(self.calibration + FORGET * (ratio - self.calibration), 0.02)
-        self.draft_seconds += FORGET * (seconds["draft"] + seconds["build"] - self.draft_seconds)
+        Where even that is slower than plain decoding, the rounds to come pause drafting.
+        """
+        expected = expected_tokens(tree, self.calibration)  # [T]
+        seconds = [self.draft_seconds + self.cost(tree.B * n) for n in range(1, tree.T + 1)]
+        rates = (expected / np.array(seconds))[1:]
+        best = int(np.argmax(rates))
+        if rates[best] > tree.B / self.cost(tree.B):
+            self._next_pause = 0
+        else:
+            self._pause = self._next_pause = min(max(2 * self._next_pause, FIRST_PAUSE), LONGEST_PAUSE)
+        return best + 2
+
+    def observe_cost(self, rows: int, seconds: Mapping[str, float]) -> None:
+        """Stage times of a round over `rows` target rows; rounds that drafted name more rows than requests."""
         self.cost.observe(rows, seconds["verify"] + seconds["accept"] + seconds["commit"])
+
+    def observe_draft(self, promised: float, accepted: int, seconds: Mapping[str, float]) -> None:
+        """A drafted round: tokens its scores promised, uncorrected and roots excluded, and tokens accepted."""
+        self._promised = (1 - FORGET) * self._promised + FORGET * promised
+        self._accepted = (1 - FORGET) * self._accepted + FORGET * accepted
+        self.draft_seconds += FORGET * (seconds["draft"] + seconds["build"] - self.draft_seconds)
 
 
 def expected_tokens(tree: DraftTree, calibration: float = 1.0) -> np.ndarray:

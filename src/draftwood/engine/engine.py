@@ -20,6 +20,7 @@ from draftwood.engine.batch import HostResult, build_state, to_host
 from draftwood.engine.budget import BudgetController
 from draftwood.engine.outputs import RoundRecord, StreamEvent, TokenLogprob, TracedTree
 from draftwood.engine.request import Request
+from draftwood.kernels.tree_accept import Done
 from draftwood.models.target import TreeBatch
 from draftwood.round import RoundPlan, RoundResult, RoundState, Stages, decode_round
 from draftwood.tree import DraftTree, from_parents
@@ -146,6 +147,8 @@ class Engine:
             request.pages = self.allocator.take(self._pages_needed(request))
             self.running.append(request)
             self._state = None
+            if self.speculation.controller is not None:
+                self.speculation.controller.restart()
             started = time.perf_counter()
             self._prefill(request)
             request.output.prefill_seconds = time.perf_counter() - started
@@ -181,8 +184,8 @@ class Engine:
     def _prune(self, tree: DraftTree) -> DraftTree:
         """Keep the slots that pay, and no more than the largest tree has."""
         assert self.speculation.controller is not None
-        slots = min(self.speculation.controller.pick(tree), int(tree.n_slots.max()))
-        return tree.truncated(slots)
+        live = tree.truncated(int(tree.n_slots.max()))
+        return live if live.T == 1 else live.truncated(self.speculation.controller.pick(live))
 
     def _deliver(
         self,
@@ -193,20 +196,14 @@ class Engine:
     ) -> list[StreamEvent]:
         tree, batch = result.tree, len(self.running)
         promised = tree.scores.exp().sum(1).tolist()  # inert slots score -inf
-        controller = self.speculation.controller
-        if controller is not None and tree.T > 1:
-            accepted = sum(len(tokens) - 1 for tokens in host.emitted)
-            controller.observe(sum(promised) - batch, accepted, seconds, batch * tree.T)
+        self._learn(tree, promised, host, seconds)
         events = []
         for row, request in enumerate(self.running):
             tokens, n = host.emitted[row], host.n_slots[row]
-            if host.failed[row]:
-                events.append(request.fail("the target's logits held no finite value"))
-                continue
             record = RoundRecord(
                 slots=n,
                 padded_slots=tree.T,
-                accepted=len(tokens) - 1,
+                accepted=len(tokens) - (host.done[row] != Done.FAILED),
                 emitted=len(tokens),
                 batch=batch,
                 expected=promised[row],
@@ -217,12 +214,25 @@ class Engine:
                     tree.tokens[row, :n].tolist(),
                     tree.parents[row, :n].tolist(),
                     tree.scores[row, :n].tolist(),
-                    result.accepted.path[row, : len(tokens)].tolist(),
+                    [slot for slot in result.accepted.path[row].tolist() if slot >= 0],
                     tokens,
                 )
                 record = replace(record, trace=traced)
             events.append(request.push(tokens, host.done[row], record, logprobs[row]))
         return events
+
+    def _learn(
+        self, tree: DraftTree, promised: list[float], host: HostResult, seconds: dict[str, float]
+    ) -> None:
+        """Tell the budget controller what the round cost and what was accepted; rows cut short teach nothing."""
+        controller = self.speculation.controller
+        if controller is None:
+            return
+        controller.observe_cost(tree.B * tree.T, seconds)
+        going = [row for row, done in enumerate(host.done) if done == Done.RUNNING]
+        if tree.T > 1 and going:
+            accepted = sum(len(host.emitted[row]) - 1 for row in going)
+            controller.observe_draft(sum(promised[row] - 1 for row in going), accepted, seconds)
 
     def _retire(self) -> None:
         finished = [r for r in self.running if r.finished]
@@ -274,7 +284,7 @@ def _logprobs(
     rows = result.logits.gather(1, path[..., None].expand(-1, -1, result.logits.shape[-1]))  # [B, D + 1, V]
     emitted = result.accepted.emitted.clamp(min=0).long()
     chosen = rows.log_softmax(-1).gather(2, emitted[..., None])[..., 0].tolist()
-    lp, ids = (t.tolist() for t in stages.kernels.topk_logprobs(rows, max(most, 1)))
+    lp, ids = (t.tolist() for t in stages.kernels.topk_logprobs(rows, min(max(most, 1), rows.shape[-1])))
 
     def at(b: int, j: int, n: int) -> TokenLogprob:
         top = tuple(zip(ids[b][j][:n], lp[b][j][:n], strict=True))

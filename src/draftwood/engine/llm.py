@@ -6,6 +6,7 @@ LLM().generate(["def fibonacci(n):"], SamplingParams(max_new_tokens=64))
 
 from __future__ import annotations
 
+import operator
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -102,7 +103,6 @@ class LLM:
             outputs[event.index] = event.output
         return [outputs[i] for i in sorted(outputs)]
 
-    @torch.inference_mode()
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -121,13 +121,17 @@ class LLM:
             trace: keep every round's tree in the outputs.
 
         Raises:
-            ValueError: a prompt is empty or too long, or a parameter is wrong; before anything runs.
+            ValueError: a prompt is empty or too long, or a parameter is wrong; at the call, before anything runs.
         """
-        requests = self._requests(prompts, params)
-        budget = self.config.budget if budget is None else budget
-        engine = self._engine(mode or self.config.mode, budget, trace)
-        for request in requests:
+        overrides = {k: v for k, v in (("mode", mode), ("budget", budget)) if v is not None}
+        config = EngineConfig(**(self.config.model_dump() | overrides))
+        engine = self._engine(config.mode, config.budget, trace)
+        for request in self._requests(prompts, params):
             engine.add(request)
+        return self._decode(engine)
+
+    @torch.inference_mode()
+    def _decode(self, engine: Engine) -> Iterator[StreamEvent]:
         try:
             while engine.has_work():
                 yield from engine.step()
@@ -138,14 +142,25 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
         many = _as_list(prompts)
-        each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
+        if params is not None and not isinstance(params, SamplingParams | Sequence):
+            raise ValueError(
+                f"params: expected SamplingParams or a sequence of them, got {type(params).__name__}"
+            )
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
         if len(each) != len(many):
             raise ValueError(f"params: {len(each)} given for {len(many)} prompts")
         return [self._request(i, p, s) for i, (p, s) in enumerate(zip(many, each, strict=True))]
 
     def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
         vocab = self.target.config.vocab_size
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        try:
+            ids = (
+                self.tokenizer.encode(prompt)
+                if isinstance(prompt, str)
+                else [operator.index(t) for t in prompt]
+            )
+        except (TypeError, UnicodeEncodeError) as e:
+            raise ValueError(f"prompt {index}: expected text or a sequence of token ids: {e}") from e
         if not ids:
             raise ValueError(f"prompt {index} is empty; at least one token is needed")
         for token in ids:
@@ -187,14 +202,14 @@ class LLM:
         if mode == "plain":
             return PLAIN
         if self.drafting is None:
-            raise ValueError(f'mode: "{mode}" needs a drafter; give `drafter=` or use mode="plain"')
-        depth = min(self.config.depth or self.drafting.max_depth, self.drafting.max_depth)
+            raise ValueError(f'mode: "{mode}" needs a drafter; give one, or decode in mode "plain"')
+        depth = self.config.depth or self.drafting.max_depth
+        if depth > self.drafting.max_depth:
+            raise ValueError(f"depth: {depth} is beyond the drafter's {self.drafting.max_depth} tokens")
         if mode == "chain":
             return Speculation.chain(depth)
         vocab = self.target.config.vocab_size
         if budget != "auto":
-            if budget < 1:
-                raise ValueError(f'budget: must be "auto" or at least 1 slot, got {budget}')
             return Speculation.tree(budget, depth, vocab)
         if self._controller is None:
             self._controller = self._calibrate()
@@ -204,7 +219,7 @@ class LLM:
         """Time target passes of several sizes; a drafted round corrects these numbers as it goes."""
         sizes = tuple(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= max(2, self.config.max_budget))
         cost = CostTable(self._time_target, sizes)
-        return BudgetController(cost, draft_seconds=cost.seconds[0], max_slots=self.config.max_budget)
+        return BudgetController(cost, draft_seconds=cost(1))
 
     def _time_target(self, rows: int) -> float:
         """Best of three target passes over `rows` independent roots with an empty prefix, in seconds."""
@@ -249,7 +264,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     items: list[Any] = list(prompts)
-    return [items] if items and all(isinstance(i, int) for i in items) else items
+    return [items] if items and not any(isinstance(i, str | Sequence) for i in items) else items
 
 
 def _device(device: str) -> str:

@@ -45,30 +45,35 @@ class Request:
         self, tokens: list[int], done: Done, record: RoundRecord, logprobs: list[TokenLogprob] | None
     ) -> StreamEvent:
         """Take a round's emitted tokens; a stop string may end the request before the last of them."""
-        out = self.output
-        text, taken = "", 0
+        out, text, taken = self.output, "", 0
         for token in tokens:
             taken += 1
-            is_stop = done == Done.STOP and taken == len(tokens)
-            if not is_stop:
+            if done != Done.STOP or taken < len(tokens):  # a stop token has no text
                 text += self.stops.push(self.decoder.push([token]))
             if self.stops.hit is not None:
-                out.finish_reason, out.stop_reason = "stop", self.stops.hit
                 break
-        out.rounds.append(replace(record, emitted=taken))
+        if self.stops.hit is None and done != Done.RUNNING:
+            text += self.stops.push(self.decoder.flush())
+            text += self.stops.flush()
+        out.rounds.append(replace(record, emitted=taken, accepted=min(record.accepted, taken)))
         out.token_ids.extend(tokens[:taken])
         if logprobs is not None:
             out.logprobs = (out.logprobs or []) + logprobs[:taken]
-        if not self.finished and done != Done.RUNNING:
-            out.finish_reason = "stop" if done == Done.STOP else "length"
-            out.stop_reason = tokens[-1] if done == Done.STOP else None
-            text += self.stops.push(self.decoder.flush())
-            if self.stops.hit is None:
-                text += self.stops.flush()
+        self._finish(done)
         out.text += text
         return StreamEvent(self.index, text, tokens[:taken], out)
 
-    def fail(self, message: str) -> StreamEvent:
-        """End with an error; what was produced so far stays."""
-        self.output.finish_reason, self.output.error = "error", message
-        return StreamEvent(self.index, "", [], self.output)
+    def _finish(self, done: Done) -> None:
+        out = self.output
+        if self.stops.hit is not None:
+            out.finish_reason, out.stop_reason = "stop", self.stops.hit
+        elif done == Done.STOP:
+            out.finish_reason, out.stop_reason = "stop", out.token_ids[-1]
+        elif done == Done.FAILED:
+            out.finish_reason = "error"
+            out.error = (
+                f"no token could be chosen for output position {len(out.token_ids)}: "
+                "the target's logits were not finite there, or logit_bias forbids every token"
+            )
+        elif done != Done.RUNNING:
+            out.finish_reason = "length"

@@ -7,6 +7,7 @@ import math
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 MAX_SEED = 2**63 - 1
+MAX_INT32 = 2**31 - 1
 
 
 class SamplingParams(BaseModel):
@@ -17,10 +18,10 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_new_tokens: int = Field(128, ge=1)
-    temperature: float = Field(0.0, ge=0.0, allow_inf_nan=False)
-    """0 is greedy decoding."""
-    top_k: int = Field(0, ge=0)
+    max_new_tokens: int = Field(128, ge=1, le=MAX_INT32)
+    temperature: float = Field(0.0, ge=0.0, le=1e3)
+    """0 is greedy decoding; otherwise at least 0.001."""
+    top_k: int = Field(0, ge=0, le=MAX_INT32)
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Keep the fewest most likely tokens that reach this probability, among those top-k kept."""
@@ -28,11 +29,11 @@ class SamplingParams(BaseModel):
     """Keep tokens at least this likely relative to the most likely one."""
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
     """Same seed, same output, whatever the mode, budget or batch; None draws one, recorded in the output."""
-    repetition_penalty: float = Field(1.0, gt=0.0, allow_inf_nan=False)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100.0)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     logit_bias: dict[int, float] = Field(default_factory=dict)
-    """Token id -> value added to its logit; -inf forbids the token."""
+    """Token id -> value added to its logit, between -1e6 and 1e6; -inf forbids the token."""
     stop: tuple[str, ...] = ()
     """Text that ends the output; it is not part of the output."""
     stop_token_ids: tuple[int, ...] = ()
@@ -41,6 +42,13 @@ class SamplingParams(BaseModel):
     """Go on past the model's own end tokens."""
     logprobs: int | None = Field(None, ge=0, le=20)
     """Report each token's log-probability before temperature and filters, and those of the n best tokens."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _no_tiny_temperature(cls, value: float) -> float:
+        if 0 < value < 1e-3:
+            raise ValueError("a temperature above 0 must be at least 0.001; 0 is greedy")
+        return value
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -67,7 +75,7 @@ class SamplingParams(BaseModel):
                         f"{field}: token id {token} is outside the vocabulary 0..{vocab_size - 1}"
                     )
         for token, value in self.logit_bias.items():
-            if math.isnan(value) or value == math.inf:
+            if not (value == -math.inf or abs(value) <= 1e6):  # NaN fails too
                 raise ValueError(
-                    f"logit_bias: the value for token {token} must be finite or -inf, got {value}"
+                    f"logit_bias: the value for token {token} must be -inf or within 1e6 of 0, got {value}"
                 )

@@ -30,6 +30,11 @@ IMPLEMENTATIONS = {"ref": "ref", "torch": "torch_impl", "triton": "triton_impl"}
 """Implementation name -> module in the kernel's folder, holding a function named like the kernel."""
 
 _ORDER = {"cpu": ("torch",), "cuda": ("triton", "torch")}
+_WHY = {
+    ("cpu", "torch"): "runs anywhere; triton needs a GPU",
+    ("cuda", "triton"): "the fastest there is for this GPU",
+    ("cuda", "torch"): "no triton implementation yet",
+}
 
 
 class KernelUnavailableError(RuntimeError):
@@ -78,9 +83,7 @@ def choose(kernel: str, device: str, requested: str | None = None) -> Choice:
         raise KernelUnavailableError(f"unknown device `{device}`; expected one of: {', '.join(_ORDER)}")
     for impl in _ORDER[device]:
         if exists(kernel, impl):
-            return Choice(
-                kernel, impl, f"first of {', '.join(_ORDER[device])} on {device}", load(kernel, impl)
-            )
+            return Choice(kernel, impl, _WHY[device, impl], load(kernel, impl))
     raise KernelUnavailableError(f"kernel `{kernel}` has no implementation for {device}")
 
 
@@ -109,11 +112,18 @@ class Kernels:
 
 
 def load_kernels(device: str, requested: Mapping[str, str] | None = None) -> Kernels:
-    """Choose every kernel for `device`; `requested` maps kernel names to implementation names."""
+    """Choose every kernel for `device`; `requested` maps kernel names to implementation names, `ref` excepted.
+
+    Raises `KernelUnavailableError` for an unknown name, or one that cannot be had.
+    """
     requested = requested or {}
     for name in requested:
         if name not in KERNELS:
             raise KernelUnavailableError(f"unknown kernel `{name}`; known: {', '.join(KERNELS)}")
+        if requested[name] == "ref":
+            raise KernelUnavailableError(
+                f"kernel `{name}`: the reference takes numpy arrays, an engine has tensors"
+            )
     choices = tuple(choose(kernel, device, requested.get(kernel)) for kernel in KERNELS)
     return Kernels(**{c.kernel: c.function for c in choices}, choices=choices)
 
