@@ -45,7 +45,7 @@ def draft_attn(
     B, S, Hq, hd = q.shape
     n_pages, page, Hkv = k_pages.shape[:3]
     chip = chip_of(q.device)
-    tiles = choose_tiles(chip, q.element_size(), S * Hq // Hkv, hd)
+    tiles = choose_tiles(chip, q.element_size(), S * Hq // Hkv, hd, page)
     programs = chip.n_sms * tiles.programs
     out = torch.empty((B, S, Hq, hd), dtype=q.dtype, device=q.device)
     part_lse = torch.empty((programs, 2, tiles.block_m), dtype=torch.float32, device=q.device)
@@ -88,12 +88,13 @@ class Tiles:
         return max(working, 4 * self.block_m * self.width) + 2048
 
 
-def choose_tiles(chip: Chip, item_size: int, rows: int, head_dim: int) -> Tiles:
+def choose_tiles(chip: Chip, item_size: int, rows: int, head_dim: int, page: int) -> Tiles:
     """The deepest pipeline that fits; rows up to 64 share a tile. Raises `ValueError` where nothing fits."""
     width = max(16, triton.next_power_of_2(head_dim))
     most, block_n = (64, 64) if chip.has_wgmma else (32, 32)
     block_m = max(16, min(most, triton.next_power_of_2(rows)))
-    shapes = [(block_m, block_n, 4, stages, programs) for programs in (2, 1) for stages in (4, 3, 2)]
+    depths = (4, 3, 2) if page >= block_n else (2,)  # keys of several pages: deeper ones spill
+    shapes = [(block_m, block_n, 4, stages, programs) for programs in (2, 1) for stages in depths]
     if item_size == 4:
         shapes = [(16, 16, 4, 1, 2)]
     for shape in shapes:
@@ -131,7 +132,7 @@ def _compile_cases(
     window: int | None,
 ) -> list[CompileCase]:
     Hkv = 8
-    tiles = choose_tiles(chip, 4 if item == "fp32" else 2, S * group, hd)
+    tiles = choose_tiles(chip, 4 if item == "fp32" else 2, S * group, hd, page)
     attend, merge = _constexprs(tiles, B, group, hd, page, causal, window is not None)
     outputs: dict[str, Any] = {"out": f"*{item}", "part_o": "*fp32", "part_lse": "*fp32"}
     sizes = {"B": B, "S": S, "Hkv": Hkv, "M": 65, "programs": chip.n_sms * tiles.programs}
