@@ -86,12 +86,11 @@ def _commit(
     step = tl.program_id(0) % steps
     slot = tl.load(path + b * steps + step)
     position = tl.load(prefix_len + b).to(tl.int64) + step
-    in_table = (position >= 0) & (position < M.to(tl.int64) * PAGE)
-    position = tl.where(in_table, position, 0).to(tl.int32)
-    target = tl.load(page_table + b * M + position // PAGE)
-    keep = (step < tl.load(n_path + b)) & in_table
-    keep = keep & (slot >= 0) & (slot < T) & (target >= 0) & (target < n_pages)
-    if keep:
+    column = position // PAGE
+    in_table = (position >= 0) & (column < M)
+    target = tl.load(page_table + b * M + column, mask=in_table, other=-1)
+    in_pool = (target >= 0) & (target < n_pages)
+    if (step < tl.load(n_path + b)) & (slot >= 0) & (slot < T) & in_pool:
         layer = (tl.program_id(1) * LAYERS + tl.arange(0, LAYERS)).to(tl.int64)[:, None]
         c = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)[None, :]
         inside = (layer < L) & (c < C)

@@ -73,6 +73,11 @@ def compile_cases(capability: int) -> list[CompileCase]:
             arguments = {n: types.get(n, "*fp32") for n in kernel.arg_names if n not in constexprs}
             name = f"{kernel.__name__}, coupled={coupled}"
             cases.append(CompileCase(name, kernel, arguments, constexprs, warps))
+    wide = {**types, **dict.fromkeys(("logits", "value", "maximum", "total"), "*fp64"), "n": 64, "slices": 2}
+    wide["out_ids"] = "*i32"
+    for kernel, constexprs in ((scan, {"COUPLED": True, "TILE": _SCAN_TILE}), (combine, {"TILE": 64})):
+        arguments = {n: wide.get(n, "*fp32") for n in kernel.arg_names if n not in constexprs}
+        cases.append(CompileCase(kernel.__name__, kernel, arguments, constexprs))
     return cases
 
 

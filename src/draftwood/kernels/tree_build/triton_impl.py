@@ -171,9 +171,10 @@ def _fault(lp, ids, D, K, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
         live = inside & (score > _NEVER)
         token = tl.load(ids + row * K + rank, mask=live, other=0)
         bad_token = bad_token | (token < 0)
+        n_live = tl.sum(live.to(tl.int32), 1)[:, None]  # the first of the row, if its scores descend
         for shift in range(1, K // 2 + 1):  # every pair of a row once
             other = tl.where(rank + shift < K, rank + shift, rank + shift - K)
-            both = live & (tl.load(lp + row * K + other, mask=live, other=_NEVER) > _NEVER)
+            both = live & (other < n_live)
             bad_token = bad_token | (both & (tl.load(ids + row * K + other, mask=both, other=-1) == token))
     worst = tl.where(bad_score, 2, bad_token.to(tl.int32))
     worst = tl.max(tl.max(worst, 1), 0)
