@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -55,13 +56,13 @@ class FakeGpu:
 
             def replay(self):
                 for call in self.calls:
-                    call()
+                    call()()  # None: a graph keeps nothing alive, so its inputs are gone
 
         @contextmanager
         def graph(g, capture_error_mode):
-            gpu.capturing = g.calls
+            gpu.capturing = []
             yield
-            gpu.capturing = None
+            g.calls, gpu.capturing = [weakref.ref(call) for call in gpu.capturing], None
 
         class Flush:
             def sum(self):

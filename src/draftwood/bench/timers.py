@@ -80,6 +80,7 @@ class CudaTimer:
         (call,) = calls(1)
         first, _ = _probe(call, torch.cuda.synchronize)
         launch = _launch_us(call)
+        self._calls = [call]  # a graph reads their inputs at every replay and keeps none of them alive
         self.run, per_run, method = call, 1, "events, not capturable"
         self.flush: torch.Tensor | None = None
         graph = _capture([call])
@@ -91,7 +92,8 @@ class CudaTimer:
             rounds = max(1, round(BLOCK_US / (copies * self.estimate)))
             if copies * rounds > 1 and copies <= MOST_COPIES and copies * self.estimate < LONGEST_GRAPH_US:
                 per_run = copies * min(rounds, max(1, MOST_CALLS // copies))
-                graph = _capture(list(calls(copies)) * (per_run // copies))
+                self._calls = list(calls(copies))
+                graph = _capture(self._calls * (per_run // copies))
                 assert graph is not None
                 self.run, method = graph.replay, f"graph over {copies} copies" if cold else "graph of calls"
         self._graph = graph  # alive as long as it is replayed
