@@ -1,6 +1,7 @@
 """Step 5: what the pair does on held-out packages: `python 05_evaluate.py --target T --drafter D --data PACKED --out OUT`.
 
-Tokens per round of chain and trees at several temperatures, with and without noise-coupled drafting, for all outputs and for
+Tokens per round of chain and trees at several temperatures, with and without noise-coupled drafting and with the drafter's
+fitted score rule (`draftwood.scores`) beside the published scores, for all outputs and for
 those that do not loop; an output loops when at most 70 % of its 4-grams are distinct. Rounds are read off the target's own
 text (`draftwood.training.evaluation`), which is exact; `--engine N` runs N prompts through the engine as well and holds its
 tokens and rounds against that. Writes evaluation.json and samples.md.
@@ -26,6 +27,7 @@ from draftwood.kernels.registry import load_kernels
 from draftwood.models.drafter import Drafter
 from draftwood.models.target import Target
 from draftwood.models.tokenizer import Tokenizer
+from draftwood.scores import NEUTRAL, ScoreRule
 from draftwood.training.evaluation import SIZES, accepted_at, distinct_share, tokens_per_round
 from draftwood.training.kernels import training_kernels
 from draftwood.training.sampler import Sampler, Sequences
@@ -45,7 +47,6 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--prompt-tokens", type=int, default=64)
     p.add_argument("--new", type=int, default=128)
     p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.6, 0.8, 1.0])
-    p.add_argument("--scales", type=float, nargs="+", default=[1.0], help="of draft logits under the noise")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     p.add_argument("--engine", type=int, default=0, help="prompts to run through the engine too")
@@ -73,7 +74,7 @@ class Evaluation:
         self.drafter = Drafter.from_folder(
             args.drafter, target=self.target, dtype=dtype, device=device, kernels=kernels
         )
-        self.kernels = load_kernels(device)
+        self.kernels, self.rule = load_kernels(device), ScoreRule.from_folder(args.drafter)
         windows = held_windows(args.data, args.prompts, args.prompt_tokens + args.new)
         self.prompts = [w[: args.prompt_tokens] for w in windows]
         self.real = torch.tensor([w[args.prompt_tokens :] for w in windows])
@@ -96,8 +97,12 @@ class Evaluation:
         anchors = torch.arange(first - 1, first - 1 + a.new, device=self.target.device)
         anchors = anchors.expand(len(made), -1)
         rows = []
-        ways = [(False, 1.0)] + ([(True, s) for s in a.scales] if temperature > 0 else [])
-        for coupled, scale in ways:
+        ways = [
+            (coupled, rule)
+            for coupled in (False, True)[: 1 + (temperature > 0)]
+            for rule in (NEUTRAL, self.rule)
+        ]
+        for coupled, rule in ways:
             accepted = accepted_at(
                 self.drafter,
                 self.target,
@@ -105,14 +110,14 @@ class Evaluation:
                 anchors,
                 kernels=self.kernels,
                 coupled=coupled,
-                scale=scale,
+                rule=rule,
             )
-            each = {k: tokens_per_round(v, a.new).cpu() for k, v in accepted.all().items()}
+            each = {k: tokens_per_round(v, a.new).cpu() for k, v in accepted.items()}
             rows.append(
                 {
                     "temperature": temperature,
                     "coupled": coupled,
-                    "scale": scale,
+                    "fitted": rule != NEUTRAL,
                     "looping": 1.0 - calm.double().mean().item(),
                     "n": len(made),
                     "all": {k: pooled(v) for k, v in each.items()},
@@ -166,8 +171,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         "T", "drafting", "outputs", "looping", *COLUMNS, title="tokens per round, held-out packages"
     )
     for row in rows:
-        way = "coupled" if row["coupled"] else "plain"
-        way += "" if row["scale"] == 1.0 else f" x{row['scale']}"
+        way = ("noise-coupled" if row["coupled"] else "plain") + (", fitted" if row["fitted"] else "")
         for which in ("all", "non_looping"):
             if row[which] is not None:
                 numbers = (f"{row[which][c]:.2f}" for c in COLUMNS)

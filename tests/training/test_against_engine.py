@@ -103,7 +103,7 @@ def test_rounds_are_those_of_the_engine(folders, pair64, prompts, temperature, c
         drafter, target, made, anchors, kernels=load_kernels("cpu"), coupled=coupled and temperature > 0
     )
     llm = LLM(*folders, dtype="float64", device="cpu", max_batch=8, noise_coupled=coupled)
-    for mode, size, counts in (("chain", 1, accepted.chain), ("tree", 16, accepted.trees[16])):
+    for mode, size, counts in (("chain", 1, accepted["chain"]), ("tree", 16, accepted["16"])):
         offline = tokens_per_round(counts, new)
         for i, prompt in enumerate(prompts):
             params = SamplingParams(temperature=temperature, seed=i, max_new_tokens=new, ignore_eos=True)

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from draftwood import LLM, SamplingParams
+from draftwood.scores import ScoreRule
 from draftwood.training.cli import app
 from support.tiny import drafter_shapes
 
@@ -82,6 +83,11 @@ def test_the_folder_has_the_published_names_and_the_engine_loads_it(folders, tra
     assert {k: tuple(v.shape) for k, v in tensors.items()} == drafter_shapes(config)
     assert all(t.dtype == torch.bfloat16 for t in tensors.values())
     assert config["architectures"] == ["DFlashDraftModel"]
+    assert (out / "scores.json").exists()
+    assert (
+        json.loads((out / "training.json").read_text())["facts"]["score rule"]
+        == ScoreRule.from_folder(out).model_dump_json()
+    )
     assert config["dflash_config"] == {"mask_token_id": 2, "target_layer_ids": [0, 1]}
     params = SamplingParams(max_new_tokens=10)
     (drafted,) = LLM(folders[0], out, device="cpu").generate(["t3 t5"], params, mode="tree", budget=8)

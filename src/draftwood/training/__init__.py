@@ -4,4 +4,5 @@ data          prompts from files, bad lines reported     kernels   static-shape,
 sampler       the target's own continuations, batched    blocks    anchors, labels, loss
 folder        a drafter folder, written and initialised  evaluation  accept lengths, chain and trees
 trainer       the loop, its checkpoints and schedule     report    plot and model card
+scoring       a drafter's score rule, fitted             run, cli  from folder to folder
 """

@@ -27,14 +27,43 @@ ROWS = 1024
 
 
 @dataclass(frozen=True)
-class Accepted:
-    """Tokens that a round starting at each position would emit: drafted ones accepted plus the bonus."""
+class Drafts:
+    """Draft logits of R blocks, and what is needed to score and check them."""
 
-    chain: Tensor  # [n, A]
-    trees: dict[int, Tensor]  # slots -> [n, A]
+    logits: Tensor  # [R, D, V] f32
+    true: Tensor  # [R, D] i32, the target's tokens there, -1 past the end
+    position: Tensor  # [R, D] i32
+    temperature: Tensor  # [R] f32
+    seed: Tensor  # [R] i64
 
-    def all(self) -> dict[str, Tensor]:
-        return {"chain": self.chain} | {str(n): t for n, t in self.trees.items()}
+
+def drafts_at(drafter: Drafter, target: Target, sequences: Sequences, anchors: Tensor) -> Drafts:
+    """The drafts of rounds whose roots sit at anchors [n, A] of `sequences`, R = n A."""
+    A = anchors.shape[1]
+    depth = drafter.config.block_size - 1
+    output = whole(target, sequences.ids, drafter.config.target_layer_ids)
+    assert output.features is not None
+    hidden = draft(drafter, target, sequences.ids, output.features, anchors).flatten(0, 1)
+    logits = target.logits(hidden.to(target.dtype))
+    ahead = anchors.flatten()[:, None] + torch.arange(1, depth + 1, device=anchors.device)  # [R, D]
+    last = sequences.ids.shape[1] - 1
+    true = sequences.ids.gather(1, ahead.clamp(max=last).view(len(anchors), -1)).view(len(ahead), depth)
+    true = torch.where(ahead < sequences.end.repeat_interleave(A)[:, None], true, -1)
+    temperature, seed = sequences.temperature.repeat_interleave(A), sequences.seed.repeat_interleave(A)
+    return Drafts(logits, true, ahead.int(), temperature, seed)
+
+
+def emitted(drafts: Drafts, kernels: Kernels, *, coupled: bool, rule: ScoreRule) -> dict[str, Tensor]:
+    """Tokens that each round would emit, accepted ones plus the bonus: "chain" and the `SIZES` -> [R]."""
+    d = drafts
+    noise: dict[str, Tensor] = {}
+    if coupled:
+        noise = {"temperature": d.temperature, "seed": d.seed, "position": d.position}
+    logits = rule.scaled(d.logits, d.temperature, coupled=coupled)
+    lp, ids = kernels.topk_logprobs(logits, min(TOP_K, logits.shape[-1]), **noise)
+    lp = rule.sharpened(lp, d.temperature, coupled=coupled)
+    chain = (ids[:, :, 0] == d.true).int().cumprod(1).sum(1) + 1
+    return {"chain": chain} | {str(k): v for k, v in tree_lengths(lp, ids, d.true, kernels).items()}
 
 
 @torch.inference_mode()
@@ -48,37 +77,16 @@ def accepted_at(
     coupled: bool,
     rule: ScoreRule = NEUTRAL,
     rows: int = ROWS,
-) -> Accepted:
-    """What rounds at anchors [n, A] would emit of `sequences`, drafted with or without the target's noise."""
-    n, A = anchors.shape
-    depth = drafter.config.block_size - 1
-    per = max(1, rows // A)
-    counts: dict[str, list[Tensor]] = {"chain": [], **{str(s): [] for s in SIZES}}
-    for at in range(0, n, per):
-        part, mine = sequences.rows(slice(at, at + per)), anchors[at : at + per]
-        output = whole(target, part.ids, drafter.config.target_layer_ids)
-        assert output.features is not None
-        hidden = draft(drafter, target, part.ids, output.features, mine).flatten(0, 1)
-        logits = target.logits(hidden.to(target.dtype))  # [R, D, V]
-        ahead = mine.flatten()[:, None] + torch.arange(1, depth + 1, device=mine.device)  # [R, D]
-        inside = ahead < part.end.repeat_interleave(mine.shape[1])[:, None]
-        last = part.ids.shape[1] - 1
-        true = part.ids.gather(1, ahead.clamp(max=last).view(len(mine), -1)).view(len(ahead), depth)
-        true = torch.where(inside, true, -1)
-        noise: dict[str, Tensor] = {}
-        temperature = part.temperature.repeat_interleave(mine.shape[1])
-        logits = rule.scaled(logits, temperature, coupled=coupled)
-        if coupled:
-            seed = part.seed.repeat_interleave(mine.shape[1])
-            noise = {"temperature": temperature, "seed": seed, "position": ahead.int()}
-        lp, ids = kernels.topk_logprobs(logits, min(TOP_K, logits.shape[-1]), **noise)
-        lp = rule.sharpened(lp, temperature, coupled=coupled)
-        counts["chain"].append(((ids[:, :, 0] == true).int().cumprod(1).sum(1) + 1).view(mine.shape))
-        lengths = tree_lengths(lp, ids, true, kernels)
-        for size in SIZES:
-            counts[str(size)].append(lengths[size].view(mine.shape))
-    joined = {k: torch.cat(v) for k, v in counts.items()}
-    return Accepted(joined.pop("chain"), {int(k): v for k, v in joined.items()})
+) -> dict[str, Tensor]:
+    """What rounds at anchors [n, A] would emit, "chain" and the `SIZES` -> [n, A], drafted with or without noise."""
+    per = max(1, rows // anchors.shape[1])
+    parts = []
+    for at in range(0, len(anchors), per):
+        mine = anchors[at : at + per]
+        drafts = drafts_at(drafter, target, sequences.rows(slice(at, at + per)), mine)
+        counts = emitted(drafts, kernels, coupled=coupled, rule=rule)
+        parts.append({k: v.view(mine.shape) for k, v in counts.items()})
+    return {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
 
 
 def tree_lengths(lp: Tensor, ids: Tensor, true: Tensor, kernels: Kernels) -> dict[int, Tensor]:

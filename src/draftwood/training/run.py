@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from draftwood import scores
 from draftwood.models.config import TargetConfig
 from draftwood.models.drafter import Drafter
 from draftwood.models.folder import resolve
@@ -163,9 +164,11 @@ def _sequences(
 
 
 def _finish(out: Path, target: str, trainer: Trainer, sequences: int) -> None:
-    """Write the published folder, the plot and the card."""
+    """Write the published folder, the score rule, the plot and the card."""
     config = read_json(out / "work" / "start" / "config.json")
     save_folder(out, config, published_tensors(trainer.drafter))
+    rule = trainer.fit_scores()
+    (out / scores.FILE).write_text(rule.model_dump_json(indent=1) + "\n")
     history = trainer.history
     write_plot(out / "training.svg", history.losses, history.evaluations)
     parameters = sum(p.numel() for p in trainer.drafter.parameters())
@@ -177,6 +180,7 @@ def _finish(out: Path, target: str, trainer: Trainer, sequences: int) -> None:
         "seconds": round(trainer.seconds, 1),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": torch.__version__,
+        "score rule": rule.model_dump_json(),
     }
     write_card(
         out / "README.md",

@@ -18,9 +18,11 @@ from torch import Tensor
 from draftwood.kernels.registry import load_kernels
 from draftwood.models.drafter import Drafter
 from draftwood.models.target import Target
+from draftwood.scores import ScoreRule
 from draftwood.training.blocks import accept_length, batch_loss, make_batch, pick_anchors
-from draftwood.training.evaluation import accepted_at, spread_anchors
+from draftwood.training.evaluation import accepted_at, drafts_at, spread_anchors
 from draftwood.training.sampler import Sequences
+from draftwood.training.scoring import fit_rule, joined
 from draftwood.training.settings import TrainSettings
 
 EVAL_ANCHORS = 8
@@ -179,9 +181,21 @@ class Trainer:
                 kernels=load_kernels(device),
                 coupled=False,
             )
-        values = {name: counts.float().mean().item() for name, counts in accepted.all().items()}
+        values = {name: counts.float().mean().item() for name, counts in accepted.items()}
         self.history.evaluations.append({"step": float(self.step), **values})
         return values
+
+    @torch.inference_mode()
+    def fit_scores(self) -> ScoreRule:
+        """The score rule that serves this drafter best on the held-out text."""
+        device = self.target.device.type
+        anchors = spread_anchors(self.held, EVAL_ANCHORS)
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            drafts = [
+                drafts_at(self.drafter, self.target, self.held.rows(slice(i, i + 16)), anchors[i : i + 16])
+                for i in range(0, len(self.held), 16)
+            ]
+        return fit_rule(joined(drafts), load_kernels(device))
 
     def save(self) -> None:
         self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
