@@ -17,7 +17,8 @@ LAYERS = [
     {"kernels"},
     {"cache"},
     {"models", "bundled"},
-    {"round", "drafting", "config"},
+    {"scores", "config"},
+    {"round", "drafting"},
     {"engine"},
     {"serving", "cli", "trace", "training"},
 ]

@@ -10,6 +10,7 @@ import torch
 from draftwood.cache.pools import DraftContext
 from draftwood.models.drafter import Drafter
 from draftwood.models.target import Target
+from draftwood.scores import NEUTRAL, ScoreRule
 
 if TYPE_CHECKING:
     from draftwood.round import RoundState
@@ -19,9 +20,15 @@ class DFlashDrafting:
     """`draftwood.round.Drafting` over a DFlash drafter."""
 
     def __init__(
-        self, drafter: Drafter, target: Target, context: DraftContext, commit_kv: Callable[..., None]
+        self,
+        drafter: Drafter,
+        target: Target,
+        context: DraftContext,
+        commit_kv: Callable[..., None],
+        rule: ScoreRule = NEUTRAL,
     ) -> None:
         self.drafter, self.target, self.context, self.commit_kv = drafter, target, context, commit_kv
+        self.rule = rule
         self.taps: tuple[int, ...] = drafter.config.target_layer_ids
         self.max_depth: int = drafter.config.block_size - 1
 

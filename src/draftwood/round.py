@@ -17,6 +17,7 @@ from draftwood.kernels import Kernels
 from draftwood.kernels.sample.params import SampleParams
 from draftwood.kernels.tree_accept import Accepted, Limits
 from draftwood.models.target import Target, TargetOutput, TreeBatch
+from draftwood.scores import ScoreRule
 from draftwood.tree import DraftTree
 
 Timer = Callable[[str], AbstractContextManager[None]]
@@ -30,6 +31,8 @@ class Drafting(Protocol):
     """Target layers whose outputs `extend` wants, concatenated in this order."""
     max_depth: int
     """D, the most tokens it can draft past the root."""
+    rule: ScoreRule
+    """How its logits become node scores."""
 
     def logits(self, state: RoundState, depth: int) -> torch.Tensor:
         """[B, depth, V] f32: row d - 1 scores the token d positions after the root."""
@@ -103,16 +106,15 @@ def draft(stages: Stages, state: RoundState, plan: RoundPlan) -> tuple[torch.Ten
         nothing = state.root.new_empty(len(state.root), 0, 1)
         return nothing.float(), nothing
     logits = stages.drafting.logits(state, plan.depth)
-    if not stages.noise_coupled:
-        return stages.kernels.topk_logprobs(logits, plan.top_k)  # type: ignore[no-any-return]
-    ahead = torch.arange(1, plan.depth + 1, dtype=torch.int32, device=state.root.device)
-    return stages.kernels.topk_logprobs(  # type: ignore[no-any-return]
-        logits,
-        plan.top_k,
-        temperature=state.params.temperature,
-        seed=state.seed,
-        position=state.prefix_len[:, None] + ahead,
-    )
+    rule, temperature, coupled = stages.drafting.rule, state.params.temperature, stages.noise_coupled
+    logits = rule.scaled(logits, temperature, coupled=coupled)
+    noise = {}
+    if coupled:
+        ahead = torch.arange(1, plan.depth + 1, dtype=torch.int32, device=state.root.device)
+        position = state.prefix_len[:, None] + ahead
+        noise = {"temperature": temperature, "seed": state.seed, "position": position}
+    lp, ids = stages.kernels.topk_logprobs(logits, plan.top_k, **noise)
+    return rule.sharpened(lp, temperature, coupled=coupled), ids
 
 
 def build(

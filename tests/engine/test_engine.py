@@ -10,6 +10,7 @@ import torch
 
 from draftwood import LLM, SamplingParams
 from draftwood.engine.budget import BudgetController, CostTable
+from draftwood.scores import NEUTRAL, ScoreRule
 from draftwood.tree import from_parents
 from support.scripted import ScriptedDrafting
 from support.tiny import TARGET, write_drafter, write_target
@@ -365,3 +366,18 @@ def test_memory_is_flat_over_many_rounds_of_changing_batches(llm):
             llm.generate(prompts, params)
         counts.append(tensors())
     assert counts[-1] <= counts[1]
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
+def test_score_rules_change_trees_and_never_the_output(llm, coupled, temperature):
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True, temperature=temperature, seed=3)
+    llm.config = llm.config.model_copy(update={"noise_coupled": coupled})
+    plain = llm.generate(PROMPTS[:3], params, mode="plain")
+    shapes = set()
+    for rule in (NEUTRAL, ScoreRule(sharpness=1.4, noise=(1.2, 0.7), coldest=0.47), ScoreRule(sharpness=9.0)):
+        llm.drafting.rule = rule
+        outputs = llm.generate(PROMPTS[:3], params, trace=True)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+        shapes.add(tuple(tuple(r.trace.parents) for o in outputs for r in o.rounds))
+    assert len(shapes) > 1

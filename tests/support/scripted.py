@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from draftwood.round import RoundState
+from draftwood.scores import NEUTRAL
 
 Style = Literal["perfect", "adversarial", "random"]
 
@@ -19,6 +20,7 @@ class ScriptedDrafting:
     """
 
     taps = (0,)
+    rule = NEUTRAL
 
     def __init__(
         self, texts: dict[int, list[int]], vocab: int, style: Style, max_depth: int, seed: int = 0

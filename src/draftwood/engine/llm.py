@@ -32,6 +32,7 @@ from draftwood.models.folder import resolve
 from draftwood.models.target import Target, TreeBatch
 from draftwood.models.tokenizer import StreamDecoder, Tokenizer
 from draftwood.round import Drafting, Stages
+from draftwood.scores import ScoreRule
 from draftwood.tree import root_only
 
 Prompt = str | Sequence[int]
@@ -249,7 +250,8 @@ class LLM:
             dtype=self.dtype,
             device=self.device,
         )
-        return DFlashDrafting(drafter, self.target, context, self.kernels.commit_kv)
+        rule = ScoreRule.from_folder(folder)
+        return DFlashDrafting(drafter, self.target, context, self.kernels.commit_kv, rule)
 
     def _max_context(self) -> int:
         limit = self.target.config.max_position_embeddings
