@@ -18,8 +18,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from target_model import CONFIG, TINY, TrainableTarget, save_folder
+from target_model import CONFIG, TINY, TrainableTarget
 from torch import Tensor
+
+from draftwood.training.folder import save_folder
 
 GENERATION = {"eos_token_id": 0, "do_sample": True, "temperature": 0.8, "top_p": 0.95, "max_length": 1024}
 TOKENIZER = {
@@ -160,11 +162,13 @@ class Run:
         part.rename(self.state)
 
     def export(self) -> None:
-        save_folder(self.args.out / "target", self.model.c, self.model.published(), GENERATION)
+        folder = self.args.out / "target"
+        save_folder(folder, self.model.c, self.model.published())
+        (folder / "generation_config.json").write_text(json.dumps(GENERATION, indent=2) + "\n")
         tokenizer = next(f / "tokenizer.json" for f in self.args.data if (f / "tokenizer.json").exists())
-        shutil.copyfile(tokenizer, self.args.out / "target" / "tokenizer.json")
+        shutil.copyfile(tokenizer, folder / "tokenizer.json")
         values = TOKENIZER | {"model_max_length": self.model.c["max_position_embeddings"]}
-        (self.args.out / "target" / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n")
+        (folder / "tokenizer_config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 
 def train(run: Run, windows: Windows, report: Callable[[dict], None]) -> None:

@@ -6,12 +6,11 @@ and experts run as one batched product over equal shares of `capacity` tokens, s
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 CONFIG = {
@@ -274,7 +273,7 @@ class TrainableTarget(nn.Module):
 
     @torch.no_grad()
     def load_published(self, folder: Path) -> None:
-        """Take the weights of a folder that `save_folder` wrote."""
+        """Take the weights of a folder that holds what `published` gave."""
         stored = {}
         for file in sorted(folder.glob("*.safetensors")):
             stored |= load_file(file)
@@ -284,11 +283,11 @@ class TrainableTarget(nn.Module):
             mine.copy_(value) if rows is None else mine.index_copy_(0, rows.to(mine.device), value)
 
     def published(self) -> dict[str, Tensor]:
-        """Tensors under the published names; fp32, experts apart, RoPE rows interleaved."""
+        """Tensors under the published names: bf16, router biases fp32, experts apart, RoPE rows interleaved."""
         out = {}
         for name, mine in self.views().items():
             rows = self.file_order(name)
-            value = mine.detach().float().cpu()
+            value = mine.detach().cpu().to(torch.float32 if name.endswith("bias") else torch.bfloat16)
             out[name] = (value if rows is None else value[rows]).contiguous()
         return out
 
@@ -340,35 +339,3 @@ class TrainableTarget(nn.Module):
             for e in range(moe.E):
                 swiglu(f"{name}.mlp.experts.{e}", moe.gate_up[e].T, moe.down[e].T)
         return out
-
-
-SHARD = 15_000_000  # bytes
-
-
-def save_folder(
-    folder: Path, config: dict, tensors: dict[str, Tensor], generation: dict | None = None
-) -> None:
-    """config.json and bf16 shards of at most 15 MB; router biases stay fp32, as published."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    if generation is not None:
-        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    tensors = {k: v if k.endswith("correction_bias") else v.bfloat16() for k, v in tensors.items()}
-    shards: list[dict[str, Tensor]] = [{}]
-    room = SHARD
-    for name, tensor in tensors.items():
-        if tensor.nbytes > room and shards[-1]:
-            shards.append({})
-            room = SHARD
-        shards[-1][name] = tensor
-        room -= tensor.nbytes
-    if len(shards) == 1:
-        save_file(shards[0], folder / "model.safetensors", metadata={"format": "pt"})
-        return
-    where = {}
-    for i, shard in enumerate(shards, 1):
-        file = f"model-{i:05}-of-{len(shards):05}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(shard, file)
-    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")

@@ -8,11 +8,12 @@ import torch
 
 from draftwood.kernels.registry import load_kernels
 from draftwood.models.target import Target, TreeBatch
+from draftwood.training.folder import save_folder
 from draftwood.tree import from_parents
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "bundled_pair"
 sys.path.insert(0, str(RECIPE))
-from target_model import TINY, TrainableTarget, save_folder
+from target_model import TINY, TrainableTarget
 
 
 @pytest.fixture(scope="module")

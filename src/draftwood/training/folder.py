@@ -105,7 +105,7 @@ def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
 
 
 def published_tensors(drafter: Drafter) -> dict[str, Tensor]:
-    """The drafter's parameters under the published names, on the CPU."""
+    """The drafter's parameters under the published names and in the published dtype, on the CPU."""
     c = drafter.config
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     tensors: dict[str, Tensor] = {
@@ -129,18 +129,15 @@ def published_tensors(drafter: Drafter) -> dict[str, Tensor]:
             name + "mlp.up_proj.weight": up,
             name + "mlp.down_proj.weight": layer.mlp.down,
         }
-    return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+    return {k: v.detach().cpu().bfloat16().contiguous() for k, v in tensors.items()}
 
 
-def save_folder(
-    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16
-) -> None:
+def save_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """config.json and the tensors as one safetensors file, or as shards of at most 15 MB and an index."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     shards: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors.items():
-        tensor = tensor.to(dtype)
         if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > SHARD_BYTES:
             shards.append({})
         shards[-1][name] = tensor

@@ -108,7 +108,7 @@ def _drafter(folder: Path, target: Target, s: TrainSettings, start: Path, device
     def load(place: Path) -> Drafter:
         return Drafter.from_folder(place, target=target, dtype=torch.float32, device=device, kernels=kernels)
 
-    save_folder(start, config, random_tensors(config, s.seed), torch.float32)
+    save_folder(start, config, random_tensors(config, s.seed))
     drafter = load(start)
     if s.init is not None:
         other = load(resolve(s.init))
