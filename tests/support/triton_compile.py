@@ -77,7 +77,7 @@ def resource_usage(cubin):
 
 
 def hot_loops(cubin):
-    """Innermost loops over matrix instructions, or over many fused multiply-adds."""
+    """Innermost loops over matrix instructions or many fused multiply-adds; any innermost loops where there are none."""
     import triton
 
     code, labels, loops = [], {}, []
@@ -88,15 +88,18 @@ def hot_loops(cubin):
             code.append(instruction[1])
             if instruction[1] == "BRA" and (target := re.search(r"\.L_x_\d+", instruction[2])):
                 start = labels.get(target[0], len(code))
-                counts = Counter(code[start:])
-                if any(counts[m] for m in ("HMMA", "HGMMA", "UTCHMMA")) or counts["FFMA"] > 255:
-                    loops.append((start, len(code), counts))
+                loops.append((start, len(code), Counter(code[start:])))
+    loops = [loop for loop in loops if multiplies(loop[2])] or [loop for loop in loops if loop[2]]
     last_exit = len(code) - code[::-1].index("EXIT")  # later branches return from code moved out of line
     return [
         {"instructions": end - start, "spills": counts["STL"], "reloads": counts["LDL"]}
         for start, end, counts in loops
         if end < last_exit and not any(start <= s and e < end for s, e, _ in loops)
     ]
+
+
+def multiplies(counts):
+    return any(counts[m] for m in ("HMMA", "HGMMA", "UTCHMMA")) or counts["FFMA"] > 255
 
 
 def inspect(tool, option, cubin):

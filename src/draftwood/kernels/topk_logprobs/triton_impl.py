@@ -10,12 +10,10 @@ from torch import Tensor
 
 from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.topk_logprobs import Partial, check_arguments
-from draftwood.kernels.topk_logprobs.triton_kernels import FAN, TILE, combine, scan, select, stream
+from draftwood.kernels.topk_logprobs.triton_kernels import FAN, SCAN_TILE, TILE, combine, scan, select, stream
 
 _MOST_SORTED = 256
 """More candidates than this are found one after the other."""
-
-_SCAN_TILE = 1024
 
 
 def topk_logprobs(
@@ -53,7 +51,7 @@ def merge(partials: Sequence[Partial], k: int) -> tuple[Tensor, Tensor]:
     lp = value.new_empty((B, D, k), dtype=torch.float32)
     if B * D > 0:
         maxima, totals = torch.stack([p.maximum for p in partials]), torch.stack([p.total for p in partials])
-        tile = min(_SCAN_TILE, triton.next_power_of_2(n))
+        tile = min(SCAN_TILE, triton.next_power_of_2(n))
         combine[(B * D,)](value, candidates, maxima, totals, lp, ids, n, k, len(partials), TILE=tile)
     return lp, ids
 
@@ -75,7 +73,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
             cases.append(CompileCase(name, kernel, arguments, constexprs, warps))
     wide = {**types, **dict.fromkeys(("logits", "value", "maximum", "total"), "*fp64"), "n": 64, "slices": 2}
     wide["out_ids"] = "*i32"
-    for kernel, constexprs in ((scan, {"COUPLED": True, "TILE": _SCAN_TILE}), (combine, {"TILE": 64})):
+    for kernel, constexprs in ((scan, {"COUPLED": True, "TILE": SCAN_TILE}), (combine, {"TILE": 64})):
         arguments = {n: wide.get(n, "*fp32") for n in kernel.arg_names if n not in constexprs}
         cases.append(CompileCase(kernel.__name__, kernel, arguments, constexprs))
     return cases
@@ -108,7 +106,7 @@ def _best(
     if B * D == 0:
         return Partial(value, ids, maximum, total), lp
     if wide == torch.float64 or k > _MOST_SORTED:
-        tile = min(_SCAN_TILE, triton.next_power_of_2(v))
+        tile = min(SCAN_TILE, triton.next_power_of_2(v))
         scan[(B * D,)](logits, *noise, *outputs, offset, D, v, k, *strides, COUPLED=coupled, TILE=tile)
         return Partial(value, ids, maximum, total), lp
     tiles = triton.cdiv(offset % 4 + v, TILE)

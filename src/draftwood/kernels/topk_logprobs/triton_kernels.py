@@ -18,8 +18,10 @@ from draftwood.kernels.triton_ops import largest, packed, packed_index, packed_v
 
 FAN = 16
 TILE = 4096
+SCAN_TILE = 1024
 
 _FAN = tl.constexpr(FAN)
+_SCAN_TILE = tl.constexpr(SCAN_TILE)
 _NEVER = tl.constexpr(float("-inf"))
 _NO_KEY = tl.constexpr(-(2**63))
 _LAST = tl.constexpr(0x7FFFFFFF)
@@ -128,7 +130,7 @@ def select(
     sums = tl.load(tile_total + row * tiles + tile, mask=tile < tiles, other=0.0)
     sums = tl.where(sums > 0, sums * tl.exp(m - shift_of(top)), 0.0)
     if crowded:
-        scan_row(logits, t, s, p, value, ids, lp, maximum, total, row, offset, v, k, COUPLED, TILE)
+        scan_row(logits, t, s, p, value, ids, lp, maximum, total, row, offset, v, k, COUPLED, _SCAN_TILE)
     else:
         tl.store(maximum + row, top)
         tl.store(total + row, tl.sum(sums))
