@@ -1,4 +1,4 @@
-"""The command line: `draftwood generate`, `draftwood doctor` and `draftwood bench`.
+"""The command line: `draftwood generate`, `doctor`, `bench` and `train`.
 
 Text goes to stdout; progress, summaries and errors go to stderr. A wrong argument or an unsound model folder
 exits with 2, a difference found by `--compare` with 1.
@@ -21,6 +21,7 @@ from rich.table import Table
 
 from draftwood.bench.cli import app as bench_app
 from draftwood.config import MAX_SLOTS, Mode
+from draftwood.training.cli import app as train_app
 
 if TYPE_CHECKING:
     from draftwood.engine.llm import LLM
@@ -35,6 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(train_app, name="train")
 stderr = Console(stderr=True, highlight=False)
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import huggingface_hub
 import pytest
 import torch
@@ -20,8 +16,6 @@ from draftwood.models.errors import ModelError
 from draftwood.models.folder import is_drafter, resolve
 from draftwood.models.target import Target
 from draftwood.models.tokenizer import Tokenizer
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "make_random_pair.py"
 
 
 def test_a_folder_is_itself():
@@ -65,7 +59,8 @@ def test_the_bundled_pair_fits():
     assert config.eos_token_ids == (tokenizer.token_id("<|end|>"),)
     assert DrafterConfig.from_folder(drafter).mask_token_id == tokenizer.token_id("<|mask|>")
     size = sum(f.stat().st_size for folder in (target, drafter) for f in folder.iterdir())
-    assert size < 13e6
+    assert size < 60e6
+    assert all(f.stat().st_size < 16e6 for folder in (target, drafter) for f in folder.iterdir())
 
 
 def test_the_bundled_pair_loads():
@@ -73,13 +68,3 @@ def test_the_bundled_pair_loads():
     options = {"dtype": torch.bfloat16, "device": "cpu", "kernels": load_kernels("cpu")}
     loaded = Target.from_folder(target, **options)
     assert Drafter.from_folder(drafter, target=loaded, **options).config.block_size == 8
-
-
-@pytest.mark.slow
-def test_the_script_is_deterministic(tmp_path):
-    for name in ("one", "two"):
-        subprocess.run([sys.executable, str(SCRIPT), str(tmp_path / name)], check=True)
-    files = sorted(f.relative_to(tmp_path / "one") for f in (tmp_path / "one").rglob("*.*"))
-    assert len(files) == 7
-    for file in files:
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
