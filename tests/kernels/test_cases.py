@@ -20,6 +20,8 @@ INTERPRETED = {
     "topk_logprobs": lambda c: c["dtype"] == "float32" or (c["values"] == "holes" and not c["coupled"]),
     "tree_build": lambda c: c["T"] < 64 or c["values"] == "ties",
     "tree_accept": lambda c: c["T"] < 128,
+    "verify_attn": lambda c: c["T"] not in (31, 32, 63, 127, 129) and c["prefix"] not in (16, 63),
+    "draft_attn": lambda c: c["B"] == 1 or c["dtype"] == "float16" or c["page"] != 32,
     "sample": lambda c: (c["values"] != "normal" and c["T"] < 9) or (c["extras"] == "all" and c["T"] == 9),
 }
 """Which cases Triton's interpreter, which takes a millisecond for what a GPU does in one cycle, runs: no kind is left out."""
