@@ -22,6 +22,9 @@ SIZES = (8, 16, 32, 64)
 """Slots of the trees, root included."""
 
 TOP_K = 32
+TOGETHER = 16
+"""Blocks of one sequence drafted in one pass; its attention is quadratic in them."""
+
 ROWS = 1024
 """Blocks whose logits are in memory at a time."""
 
@@ -43,7 +46,8 @@ def drafts_at(drafter: Drafter, target: Target, sequences: Sequences, anchors: T
     depth = drafter.config.block_size - 1
     output = whole(target, sequences.ids, drafter.config.target_layer_ids)
     assert output.features is not None
-    hidden = draft(drafter, target, sequences.ids, output.features, anchors).flatten(0, 1)
+    parts = [draft(drafter, target, sequences.ids, output.features, a) for a in anchors.split(TOGETHER, 1)]
+    hidden = torch.cat(parts, 1).flatten(0, 1)
     logits = target.logits(hidden.to(target.dtype))
     ahead = anchors.flatten()[:, None] + torch.arange(1, depth + 1, device=anchors.device)  # [R, D]
     last = sequences.ids.shape[1] - 1
