@@ -37,7 +37,11 @@ def test_pieces_join_to_the_whole(pieces):
 
 def test_same_text_as_the_library():
     library = tokenizers.Tokenizer.from_file(str(bundled.pair()[0] / "tokenizer.json"))
-    for ids in ([500, 1200, 37], BUNDLED.encode("naïve 🎉 def f():\n\treturn 'x'"), list(range(2, BUNDLED.vocab_size))):
+    for ids in (
+        [500, 1200, 37],
+        BUNDLED.encode("naïve 🎉 def f():\n\treturn 'x'"),
+        list(range(2, BUNDLED.vocab_size)),
+    ):
         assert BUNDLED.decode(ids) == library.decode(ids)
 
 
