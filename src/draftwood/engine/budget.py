@@ -27,22 +27,20 @@ class CostTable:
         self.seconds = np.array([measure(n) for n in sizes], np.float64)
 
     def __call__(self, rows: int) -> float:
-        return float(self._weights(rows) @ self.seconds)
+        return float(self.of(np.array(rows)))
+
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        """Seconds for each of several sizes; beyond the largest measured one the last line goes on."""
+        slope = (self.seconds[-1] - self.seconds[-2]) / (self.sizes[-1] - self.sizes[-2])
+        beyond = np.maximum(rows - self.sizes[-1], 0.0)
+        return np.asarray(np.interp(rows, self.sizes, self.seconds) + slope * beyond)
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from a pass: half of an error is taken for overhead that every size shares, half is its own."""
         error = seconds - self(rows)
-        share = 0.5 + 0.5 * self._weights(rows).clip(0.0, 1.0)
+        own = [np.interp(rows, self.sizes, unit) for unit in np.eye(len(self.sizes))]
+        share = 0.5 + 0.5 * np.array(own)
         self.seconds = np.maximum(self.seconds + FORGET * error * share, 1e-9)
-
-    def _weights(self, rows: int) -> np.ndarray:
-        """[sizes] of linear interpolation; beyond the largest size the last line goes on."""
-        at = int(np.clip(np.searchsorted(self.sizes, rows), 1, len(self.sizes) - 1))
-        x0, x1 = self.sizes[at - 1 : at + 1]
-        weights = np.zeros_like(self.sizes)
-        weights[at] = (max(rows, x0) - x0) / (x1 - x0)
-        weights[at - 1] = 1.0 - weights[at]
-        return weights
 
 
 class BudgetController:
@@ -76,8 +74,8 @@ class BudgetController:
         Where even that is slower than plain decoding, the rounds to come pause drafting.
         """
         expected = expected_tokens(tree, self.calibration)  # [T]
-        seconds = [self.draft_seconds + self.cost(tree.B * n) for n in range(1, tree.T + 1)]
-        rates = (expected / np.array(seconds))[1:]
+        seconds = self.draft_seconds + self.cost.of(tree.B * np.arange(1, tree.T + 1))
+        rates = (expected / seconds)[1:]
         best = int(np.argmax(rates))
         if rates[best] > tree.B / self.cost(tree.B):
             self._next_pause = 0
