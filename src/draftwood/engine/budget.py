@@ -94,7 +94,7 @@ class BudgetController:
         self.draft_seconds += FORGET * (seconds["draft"] + seconds["build"] - self.draft_seconds)
 
 
-def expected_tokens(tree: DraftTree, calibration: float = 1.0) -> np.ndarray:
+def expected_tokens(tree: DraftTree, calibration: float) -> np.ndarray:
     """[T] f64: expected tokens of the whole batch if every tree kept its first 1..T slots."""
     scores = tree.numpy().scores.astype(np.float64)
     chances = np.exp(scores) * calibration

@@ -84,9 +84,10 @@ class Engine:
                 f"prompt {request.index} has {request.n_tokens} tokens; the context holds {self.max_context}, "
                 "of which at least one is for the output"
             )
-        if self._pages_needed(request) > self.allocator.n_pages:
+        n_pages = self._pages_needed(request)
+        if n_pages > self.allocator.n_pages:
             raise ValueError(
-                f"prompt {request.index} needs {self._pages_needed(request)} cache pages with its max_new_tokens; "
+                f"prompt {request.index} needs {n_pages} cache pages with its max_new_tokens; "
                 f"the pool has {self.allocator.n_pages}"
             )
         self.waiting.append(request)
@@ -121,9 +122,7 @@ class Engine:
 
     def abort(self) -> None:
         """Drop every request and give their pages back."""
-        for request in self.running:
-            self.allocator.release(request.pages)
-            request.pages = []
+        self._release(self.running)
         self.waiting.clear()
         self.running, self._state = [], None
 
@@ -141,10 +140,11 @@ class Engine:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_batch:
             request = self.waiting[0]
-            if self._pages_needed(request) > self.allocator.n_free:
+            n_pages = self._pages_needed(request)
+            if n_pages > self.allocator.n_free:
                 break
             self.waiting.popleft()
-            request.pages = self.allocator.take(self._pages_needed(request))
+            request.pages = self.allocator.take(n_pages)
             self.running.append(request)
             self._state = None
             if self.speculation.controller is not None:
@@ -237,13 +237,14 @@ class Engine:
     def _retire(self) -> None:
         finished = [r for r in self.running if r.finished]
         if finished:
-            for request in finished:
-                self.allocator.release(request.pages)
-                request.pages = []
+            self._release(finished)
             self.running = [r for r in self.running if not r.finished]
             self._state = None
-        if not self.running:
-            self._state = None
+
+    def _release(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.allocator.release(request.pages)
+            request.pages = []
 
 
 class StageTimer:
