@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwood.kernels.compile_case import CompileCase
-from draftwood.kernels.triton_ops import from_ordered, ordered
 from draftwood.tree import DraftTree, Status, n_words
 
 _SOUND = tl.constexpr(int(Status.SOUND))
@@ -54,7 +53,7 @@ def tree_build(
             ),
             *(tree.tokens, tree.parents, tree.depths, tree.scores, tree.ancestors, tree.n_slots, tree.status),
             *(D, K, slots),
-            **_blocks(K, slots),
+            **_blocks(D, K, slots),
             num_warps=1,
         )
     return tree
@@ -64,7 +63,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
     """See `draftwood.kernels.compile_case`."""
     cases = []
     for T in (32, 128):
-        constexprs = _blocks(32, T)
+        constexprs = _blocks(7, 32, T)
         arguments: dict[str, str | int] = {n: "*i32" for n in _build.arg_names if n not in constexprs}
         arguments |= {"lp": "*fp32", "min_score": "*fp32", "scores": "*fp32", "ancestors": "*i64"}
         arguments |= {"D": 7, "K": 32, "T": T}
@@ -72,11 +71,11 @@ def compile_cases(capability: int) -> list[CompileCase]:
     return cases
 
 
-def _blocks(K: int, T: int) -> dict[str, int]:
+def _blocks(D: int, K: int, T: int) -> dict[str, int]:
     columns = triton.next_power_of_2(max(1, K))
     return {
         "COLUMNS": columns,
-        "ROWS": max(1, _TILE // columns),
+        "ROWS": max(1, min(triton.next_power_of_2(max(1, D)), _TILE // columns)),
         "BLOCK": triton.next_power_of_2(T),
         "WORDS": triton.next_power_of_2(n_words(T)),
     }
@@ -108,36 +107,57 @@ def _build(
     lp += b * D * K
     ids += b * D * K
     fault = _fault(lp, ids, D, K, COLUMNS, ROWS)
-    limit = tl.where(fault == _SOUND, tl.minimum(tl.maximum(tl.load(budget + b), 1), T), 1)
-    floor = tl.load(min_score + b)
+    floor = tl.load(min_score + b) + 0.0  # no -0.0
+    limit = tl.minimum(tl.maximum(tl.load(budget + b), 1), T)
+    limit = tl.where((fault == _SOUND) & (floor <= 0.0), limit, 1)
+    last = tl.where(floor > _NEVER, _bits(floor), _bits(_NEVER) - 1)
 
     slot = tl.arange(0, BLOCK)
     score = tl.where(slot == 0, 0.0, _NEVER)
     parent = tl.full([BLOCK], -1, tl.int32)
     candidate = tl.zeros([BLOCK], tl.int32)  # depth - 1, rank of what the slot is, as an index into ids
     offer = (slot << _TO_SLOT).to(tl.int32)  # slot | its depth | rank of its next child
-    worth = tl.full([BLOCK], ordered(_NEVER), tl.int32)
     first = tl.load(lp, mask=(D > 0) & (K > 0), other=_NEVER)
-    worth = tl.where(slot == 0, ordered(first + 0.0), worth)
+    worth = tl.where(slot == 0, first + 0.0, _NEVER)  # of that child
+    # What the two slots that change will offer next is known before they do, so a load has an iteration's time.
+    sibling = tl.full([BLOCK], _NEVER, tl.float32)  # log-prob of the rank after
+    below = tl.full([BLOCK], _NEVER, tl.float32)  # log-prob of the first child of a child
+    new_sibling = tl.load(lp + 1, mask=(D > 0) & (K > 1), other=_NEVER)
+    new_below = tl.load(lp + K, mask=(D > 1) & (K > 0), other=_NEVER)
+    old_sibling = _NEVER
 
-    n = 1
-    best = tl.max(worth)
-    while (n < limit) & (from_ordered(best) >= floor) & (from_ordered(best) > _NEVER):
-        taken = tl.min(tl.where(worth == best, offer, _LAST))
-        chosen = taken >> _TO_SLOT
-        depth = (taken >> _TO_DEPTH) & _DEPTHS  # of the chosen parent: the child's row in lp
-        rank = taken & _RANKS
-        sibling = tl.load(lp + depth * K + rank + 1, mask=rank + 1 < K, other=_NEVER)
-        child = tl.load(lp + (depth + 1) * K, mask=depth + 1 < D, other=_NEVER)
-        is_new, is_chosen = slot == n, slot == chosen
-        score = tl.where(is_new, from_ordered(best), score)
-        parent = tl.where(is_new, chosen, parent)
-        candidate = tl.where(is_new, depth * K + rank, candidate)
-        offer = tl.where(is_chosen, offer + 1, tl.where(is_new, offer + ((depth + 1) << _TO_DEPTH), offer))
-        added = ordered(score + tl.where(is_new, child, sibling))
-        worth = tl.where(is_new | is_chosen, added, worth)
-        n += 1
-        best = tl.max(worth)
+    n, chosen, depth = 1, -1, -1
+    best = tl.min(_bits(worth))
+    while (n < limit) & (best <= last):
+        agreed = True
+        while agreed & (n < limit) & (best <= last):
+            is_best = _bits(worth) == best
+            taken = tl.min(tl.where(is_best, offer, _LAST))
+            sibling = tl.where(slot == n - 1, new_sibling, tl.where(slot == chosen, old_sibling, sibling))
+            below = tl.where(slot == n - 1, new_below, below)
+            child = _bits(worth + below)
+            lowest = tl.max(tl.where(is_best, child, 0))
+            highest = tl.min(tl.where(is_best, child, _bits(_NEVER)))
+            agreed = lowest == highest
+            chosen = taken >> _TO_SLOT
+            is_new, is_chosen = slot == n, slot == chosen
+            worth = tl.where(is_chosen, score + sibling, worth)
+            worth = tl.where(is_new, highest.to(tl.float32, bitcast=True), worth)
+            score = tl.where(is_new, best.to(tl.float32, bitcast=True), score)
+            best = tl.min(_bits(worth))
+            depth = (taken >> _TO_DEPTH) & _DEPTHS  # of the chosen parent: the new slot's row in lp
+            rank = taken & _RANKS
+            old_sibling = tl.load(lp + depth * K + rank + 2, mask=rank + 2 < K, other=_NEVER)
+            new_sibling = tl.load(lp + (depth + 1) * K + 1, mask=(depth + 1 < D) & (K > 1), other=_NEVER)
+            new_below = tl.load(lp + (depth + 2) * K, mask=depth + 2 < D, other=_NEVER)
+            parent = tl.where(is_new, chosen, parent)
+            candidate = tl.where(is_new, depth * K + rank, candidate)
+            offer += tl.where(is_new, (depth + 1) << _TO_DEPTH, is_chosen.to(tl.int32))
+            n += 1
+        # equal offers of slots at several depths: the new slot's is not known until it is seen which was taken
+        head = tl.load(lp + (depth + 1) * K, mask=depth + 1 < D, other=_NEVER)
+        worth = tl.where(slot == n - 1, score + head, worth)
+        best = tl.min(_bits(worth))
 
     live = slot < n
     in_row = slot < T
@@ -157,6 +177,12 @@ def _build(
 
 
 @triton.jit
+def _bits(x):
+    """The u32 of an f32 <= 0 that is not -0.0: smaller for a larger x."""
+    return tl.cast(x, tl.float32).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def _fault(lp, ids, D, K, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
     """What is wrong with one request's candidates [D, K]."""
     rank = tl.arange(0, COLUMNS)[None, :]
@@ -172,10 +198,13 @@ def _fault(lp, ids, D, K, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
         token = tl.load(ids + row * K + rank, mask=live, other=0)
         bad_token = bad_token | (token < 0)
         n_live = tl.sum(live.to(tl.int32), 1)[:, None]  # the first of the row, if its scores descend
-        for shift in range(1, K // 2 + 1):  # every pair of a row once
-            other = tl.where(rank + shift < K, rank + shift, rank + shift - K)
-            both = live & (other < n_live)
-            bad_token = bad_token | (both & (tl.load(ids + row * K + other, mask=both, other=-1) == token))
+        equal = tl.zeros([ROWS, COLUMNS], tl.int32)
+        for start_column in range(0, K, 8):
+            for column in tl.static_range(8):
+                here = start_column + column
+                other = tl.load(ids + row * K + here, mask=here < n_live, other=-1)
+                equal += (other == token).to(tl.int32)
+        bad_token = bad_token | (live & (equal > 1))
     worst = tl.where(bad_score, 2, bad_token.to(tl.int32))
     worst = tl.max(tl.max(worst, 1), 0)
     return tl.where(worst == 2, _BAD_SCORE, tl.where(worst == 1, _BAD_TOKEN, _SOUND))
