@@ -2,7 +2,7 @@
 
     cli         the commands                          worker      the measuring process's loop
     suite       one run, from plan to exit code       workbench   inputs, checks and timers of prepared cases
-    state       options, jobs under way, watchers     compiling   Triton kernels compiled ahead, in threads
+    state       options, jobs under way, watchers     makers      processes that make cases ahead, and compile
     catalog     kernels, cases, implementations       timers      CPU blocks, CUDA graphs
     planner     which case next, when to stop         device      names, ceilings, clocks
     countdown   the budget since process start        live        plan and progress while a run lasts
@@ -10,7 +10,7 @@
     work        floors, ceilings, suspicion           compare     two runs, or the spread of many
     rows        what is stored of a job               report      the HTML page
     store       JSON lines, fingerprints, resuming    charts      its plots
-    supervisor  the worker's life and death
+    supervisor  the worker's life and death           inputs      tensors of a case, carried between processes
 
 The parent process never imports torch. All measuring happens in the worker, which may crash or hang.
 """

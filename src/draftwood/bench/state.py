@@ -44,6 +44,7 @@ class State:
     throttle: Counter[str] = field(default_factory=Counter)
     slow_visits: int = 0
     timings: int = 1  # per visit, odd
+    pending: bool = False  # its inputs are being generated, or its kernels compiled
 
 
 class Watcher(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -144,15 +145,25 @@ class Suite:
         self.watcher.phase("preparing", len(self.states))
         spent: list[float] = []
         reserve = 0.0 if self.options.once else MEASURING_SHARE * self.countdown.left()
-        for i, state in enumerate(list(self.states.values())):
-            self.watcher.step(state.job.id, i)
+        waiting = deque(self.states.values())
+        while waiting:
+            state = waiting.popleft()
+            self.watcher.step(state.job.id, len(self.states) - len(waiting) - 1)
             typical = statistics.median(spent) if spent else 0.0
             if self.countdown.left() < typical + max(self._promised(), reserve if spent else 0.0):
-                self._finish(state.job.id, "budget", "not prepared: the time is needed for cases that are")
+                why = (
+                    "it was still being compiled"
+                    if state.pending
+                    else "the time is needed for cases that are"
+                )
+                self._finish(state.job.id, "budget", f"not prepared: {why}")
                 continue
             start = time.monotonic()
             self._prepare(state)
-            spent.append(time.monotonic() - start)
+            if state.pending:
+                waiting.append(state)
+            else:
+                spent.append(time.monotonic() - start)
 
     def _promised(self) -> float:
         """Seconds that the prepared cases need for their minimum. One above its equal share is not promised any."""
@@ -161,13 +172,16 @@ class Suite:
         return sum(need for need in needs if need <= share)
 
     def _prepare(self, state: State) -> None:
-        job = state.job
+        job, state.pending = state.job, False
         losses = self.losses.get((job.kernel, job.impl), [])
         if len(losses) >= STRIKES:
             self._finish(job.id, losses[-1], f"not tried after {STRIKES} losses of the worker to {job.impl}")
             return
         reply = self._ask(job, {"do": "prepare", "job": job.to_json(), "gate": True}, self.options.limit_s)
         if reply is None:
+            return
+        if reply.get("pending"):
+            state.pending = True
             return
         state.info = reply
         self.slot.held.add(job.id)

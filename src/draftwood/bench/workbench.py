@@ -1,4 +1,4 @@
-"""Inside the worker: inputs of cases, generated ahead and checked; outputs held against the reference; timers.
+"""Inside the worker: inputs of cases, brought to the device; outputs held against the reference; timers.
 
 Everything here may crash, hang or run out of memory. The worker turns exceptions into replies; the parent process does
 the rest.
@@ -6,33 +6,24 @@ the rest.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from draftwood.bench.catalog import Catalog, Job, load_file
-from draftwood.bench.compiling import compile_only, interruptible_launches
 from draftwood.bench.device import last_level_cache
+from draftwood.bench.inputs import generate, map_tensors, nearest_small, tensors_in
+from draftwood.bench.makers import Makers
 from draftwood.bench.timers import Call, CpuTimer, CudaTimer, Timer
 from draftwood.kernels.case import Case
-from draftwood.kernels.run_case import IN_PLACE, poisoned_memory, to_numpy, to_torch
-
-AHEAD = max(2, min(8, (os.cpu_count() or 1) // 2))
-"""Cases whose inputs are generated, and whose kernels are compiled, before they are asked for."""
+from draftwood.kernels.run_case import IN_PLACE, poisoned_memory, to_numpy
 
 MEMORY_SHARE = 0.5
 """Of the free memory, for inputs and their copies; the least recently used case makes room."""
-
-
-Made = tuple[dict[str, Any], dict[str, Any], float]
-"""Inputs as numpy, as tensors on the CPU, and seconds of compiling."""
 
 
 @dataclass
@@ -49,7 +40,7 @@ class CaseInputs:
 
     arguments: dict[str, Any]  # on the device
     numpy: dict[str, Any] | None  # kept for the reference only where it runs
-    compile_s: float  # in the background
+    compile_s: float  # by a maker
     bytes: int
     held: int = 0  # with the copies made for cold timing
     jobs: dict[str, Prepared] = field(default_factory=dict)
@@ -57,26 +48,29 @@ class CaseInputs:
 
 
 class Workbench:
-    def __init__(self, catalog: Catalog, device: str, jobs: Sequence[Job]) -> None:
+    def __init__(
+        self, catalog: Catalog, device: str, jobs: Sequence[Job], makers: Makers | None = None
+    ) -> None:
         self.catalog = catalog
         self.device = device
+        self.makers = makers
         self.cases: OrderedDict[Case, CaseInputs] = OrderedDict()
-        self.order = list(dict.fromkeys(job.case for job in jobs))
-        self.takers = {case: {job.impl for job in jobs if job.case == case} for case in self.order}
-        self.pool = ThreadPoolExecutor(AHEAD)
-        self.coming: dict[Case, Future[Made]] = {}
+        self.held_against_ref = {job.case for job in jobs if job.impl == "ref"}
         self.verified: dict[tuple[str, str, Case], None] = {}
         self.peers = {impl: load_file(peer.path) for impl, peer in catalog.peers.items()}
         free = torch.cuda.mem_get_info()[0] if device == "cuda" else _available_ram()
         self.room = int(free * MEMORY_SHARE)
-        if device == "cuda" and any("triton" in impls for impls in self.takers.values()):
-            self._launches = contextlib.ExitStack()  # as long as the process lives
-            self._launches.enter_context(interruptible_launches())
-        self._look_ahead(0)
+        self.compiled = 0
+        if device == "cuda":
+            self._count_compiling()
+
+    def has_inputs(self, case: Case, wait_s: float) -> bool:
+        """Whether `prepare` would not wait for a maker; see `Makers.ready`."""
+        return self.makers is None or case in self.cases or self.makers.ready(case, wait_s)
 
     def prepare(self, job: Job, gate: bool) -> dict[str, Any]:
         """Make the job ready; with `gate`, only if its outputs are right. Raises what the kernel raises."""
-        started = time.perf_counter()
+        started, compiled = time.perf_counter(), self.compiled
         inputs = self._inputs(job.case)
         made = time.perf_counter()
         checked = self._gate(job, inputs) if gate else ""
@@ -95,6 +89,7 @@ class Workbench:
             "inputs_s": made - started,
             "gate_s": gated - made,
             "compile_s": inputs.compile_s if job.impl == "triton" else 0.0,
+            "compiled_late": self.compiled - compiled,
             "setup_s": time.perf_counter() - started,
         }
         inputs.jobs[job.id] = Prepared(timer, info)
@@ -113,45 +108,33 @@ class Workbench:
         if case in self.cases:
             self.cases.move_to_end(case)
             return self.cases[case]
-        made = self.coming.pop(case, None)
-        arrays, tensors, compile_s = made.result() if made is not None else self._make_ready(case)
-        if case in self.order:
-            self._look_ahead(self.order.index(case) + 1)
-        size = sum(t.nbytes for t in _tensors(tensors))
+        arrays, tensors, compile_s = self._made(case)
+        size = sum(t.nbytes for t in tensors_in(tensors))
         self._make_room(size)
-        on_device = {k: _map_tensors(v, lambda t: t.to(self.device)) for k, v in tensors.items()}
-        by_ref = "ref" in self.takers.get(case, ()) or case in self.catalog.cases(case.kernel).small()
+        on_device = map_tensors(tensors, lambda t: t.to(self.device))
+        by_ref = case in self.held_against_ref or case in self.catalog.cases(case.kernel).small()
         inputs = CaseInputs(on_device, arrays if by_ref else None, compile_s, size, size)
         self.cases[case] = inputs
         return inputs
 
-    def _look_ahead(self, start: int) -> None:
-        for case in self.order[start : start + AHEAD]:
-            if case not in self.cases and case not in self.coming:
-                self.coming[case] = self.pool.submit(self._make_ready, case)
+    def _made(self, case: Case) -> tuple[dict[str, Any] | None, dict[str, Any], float]:
+        """Inputs as numpy, unless a maker has them; as tensors on the CPU; and the maker's seconds of compiling."""
+        made = self.makers.take(case) if self.makers is not None else None
+        if made is not None:
+            return None, made[0].unpack(), made[1]
+        return *generate(self.catalog, case), 0.0
 
-    def _make_ready(self, case: Case) -> Made:
-        """Inputs, and the seconds spent compiling Triton kernels for them and for the small case that goes with them."""
-        arrays, tensors = self._make(case)
-        if self.device == "cpu" or "triton" not in self.takers.get(case, ()):
-            return arrays, tensors, 0.0
-        start = time.perf_counter()
-        function = self.catalog.load(case.kernel, "triton")
-        with contextlib.suppress(Exception):  # the launch will raise it again, for the job to be labelled
-            compile_only(function, tensors)
-            compile_only(function, self._make(self._nearest_small(case))[1])
-        return arrays, tensors, time.perf_counter() - start
+    def _count_compiling(self) -> None:
+        """Have Triton say what it did not find in its cache."""
+        try:
+            from triton import knobs
+        except ImportError:
+            return
 
-    def _make(self, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Generated and checked inputs: numpy, and tensors on the CPU in the case's dtype."""
-        cases = self.catalog.cases(case.kernel)
-        arrays = cases.make(case)
-        cases.check(case, arrays)
-        dtype = dict(case.axes).get("dtype")
-        return arrays, {
-            k: to_torch(v, "cpu", str(dtype) if dtype is not None and k in cases.FLOATS else None)
-            for k, v in arrays.items()
-        }
+        def listener(*, cache_hit: bool, **facts: Any) -> None:
+            self.compiled += not cache_hit
+
+        knobs.compilation.listener = listener
 
     def _make_room(self, size: int) -> None:
         while self.cases and sum(c.held for c in self.cases.values()) + size > self.room:
@@ -190,23 +173,15 @@ class Workbench:
     def _verify_small(self, job: Job) -> None:
         """Against the reference, once per implementation and small case."""
         cases = self.catalog.cases(job.kernel)
-        small = self._nearest_small(job.case)
+        small = nearest_small(self.catalog, job.case)
         key = (job.kernel, job.impl, small)
         if key in self.verified:
             return
-        arrays, tensors = self._make(small)
-        on_device = {k: _map_tensors(v, lambda t: t.to(self.device)) for k, v in tensors.items()}
+        arrays, tensors = generate(self.catalog, small)
+        on_device = map_tensors(tensors, lambda t: t.to(self.device))
         got = self._poisoned_output(Job(small, job.impl, job.cache), on_device)
         cases.compare(small, got, self._reference(small, arrays))
         self.verified[key] = None
-
-    def _nearest_small(self, case: Case) -> Case:
-        """The small case that has most axes in common."""
-        wanted = set(case.axes)
-        found: Case = max(
-            self.catalog.cases(case.kernel).small(), key=lambda small: len(wanted & set(small.axes))
-        )
-        return found
 
     def _reference(self, case: Case, arrays: Mapping[str, Any] | None) -> Any:
         given = self.catalog.cases(case.kernel).make(case) if arrays is None else arrays
@@ -254,28 +229,11 @@ class Workbench:
         def calls(n: int) -> list[Call]:
             self._make_room(n * inputs.bytes)
             sets = [self._own(job, inputs.arguments)]
-            sets += [_map_tensors(inputs.arguments, torch.clone) for _ in range(n - 1)]
+            sets += [map_tensors(inputs.arguments, torch.clone) for _ in range(n - 1)]
             inputs.held += (n - 1) * inputs.bytes
             return [self._call(job, s) for s in sets]
 
         return CudaTimer(calls, cold, cache, inputs.bytes)
-
-
-def _map_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same value with `function` applied to every tensor in it, dictionaries and dataclasses included."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {k: _map_tensors(v, function) for k, v in value.items()}
-    if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{f.name: _map_tensors(getattr(value, f.name), function) for f in fields(value)})
-    return value
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    _map_tensors(value, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
-    return found
 
 
 def _available_ram() -> int:

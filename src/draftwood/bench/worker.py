@@ -7,11 +7,9 @@ CUDA context cannot be mended. Whatever kernels print goes to stderr.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
-import signal
 import sys
 import time
 import traceback
@@ -20,14 +18,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from draftwood.bench.catalog import Catalog, Job, UsageError
+from draftwood.bench.makers import Makers, die_with_parent, find_gpu
 from draftwood.kernels.case import CaseError, Mismatch
 from draftwood.kernels.registry import KernelUnavailableError
 
-PR_SET_PDEATHSIG = 1
+PATIENCE_S = 0.5
+"""How long a request waits for inputs of its case; then it is to be made again, after others."""
 
 
 def main() -> None:
-    _die_with_parent()
+    die_with_parent()
     faulthandler.enable()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -51,19 +51,25 @@ class Session:
     """State of one worker: the device it measures on and the cases it holds."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        import torch
-
-        from draftwood.bench import device, workbench
-
         self.device = str(config["device"])
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UsageError("`--device cuda`: torch sees no GPU")
-        catalog = Catalog.of_files(map(Path, config["peers"]), map(Path, config["extra"]))
-        self.bench = workbench.Workbench(catalog, self.device, [Job.from_json(j) for j in config["jobs"]])
+        jobs = [Job.from_json(j) for j in config["jobs"]]
+        files = [Path(p) for p in config["peers"]], [Path(p) for p in config["extra"]]
+        makers = None
+        if self.device == "cuda":  # on a CPU they would take the cores that are to be measured
+            try:
+                gpu = find_gpu()
+            except OSError as e:
+                raise UsageError(f"`--device cuda`: no GPU is to be had: {e}") from e
+            cases = [job.case for job in jobs]
+            makers = Makers(files, gpu, cases, {job.case for job in jobs if job.impl == "triton"})
+
+        from draftwood.bench import device, workbench  # imports torch, while the makers do so too
+
+        self.bench = workbench.Workbench(Catalog.of_files(*files), self.device, jobs, makers)
         self.clock = device.clock_reader(self.device)
         self.actions: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "ceilings": lambda r: device.measure_ceilings(self.device, set(r["dtypes"])).to_json(),
-            "prepare": lambda r: self.bench.prepare(Job.from_json(r["job"]), bool(r["gate"])),
+            "prepare": self._prepare,
             "sample": self._sample,
         }
 
@@ -86,6 +92,12 @@ class Session:
             return {"status": "skipped", "detail": str(e)}
         except Exception as e:  # noqa: BLE001 - whatever a kernel raises becomes its label
             return {"status": "crash", "detail": _text(e), "fatal": _is_device_error(e)}
+
+    def _prepare(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        job = Job.from_json(request["job"])
+        if not self.bench.has_inputs(job.case, PATIENCE_S):
+            return {"pending": True}
+        return self.bench.prepare(job, bool(request["gate"]))
 
     def _sample(self, request: Mapping[str, Any]) -> dict[str, Any]:
         timings = self.bench.sample(Job.from_json(request["job"]), int(request["n"]))
@@ -110,12 +122,6 @@ def _text(e: Exception) -> str:
 def _reply(stream: TextIO, message: Mapping[str, Any]) -> None:
     stream.write(json.dumps(message) + "\n")
     stream.flush()
-
-
-def _die_with_parent() -> None:
-    """On Linux the kernel ends this process with its parent, even while a kernel hangs."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

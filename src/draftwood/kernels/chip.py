@@ -27,9 +27,12 @@ class Chip:
 INTERPRETED = Chip(80, 5)
 """Stands for the CPU, where Triton kernels run interpreted: few programs, yet enough that work is shared and split."""
 
+off_gpu = INTERPRETED
+"""What tensors on the CPU are configured for. Who compiles for a GPU without opening it sets this to that GPU's chip."""
+
 
 def chip_of(device: torch.device) -> Chip:
     if device.type != "cuda":
-        return INTERPRETED
+        return off_gpu
     properties = torch.cuda.get_device_properties(device)
     return Chip(10 * properties.major + properties.minor, properties.multi_processor_count)

@@ -35,9 +35,10 @@ def to_torch(value: Any, device: str, dtype: str | None = None) -> Any:
     if not isinstance(value, np.ndarray):
         return value
     tensor = torch.from_numpy(np.ascontiguousarray(value)).to(device)
-    if tensor.data_ptr() == value.ctypes.data:
-        tensor = tensor.clone()  # in-place kernels must not write the case's own arrays
-    return tensor.to(getattr(torch, dtype)) if dtype is not None else tensor
+    if dtype is not None:
+        tensor = tensor.to(getattr(torch, dtype))
+    # in-place kernels must not write the case's own arrays
+    return tensor.clone() if tensor.data_ptr() == value.ctypes.data else tensor
 
 
 def to_numpy(value: Any) -> Any:
