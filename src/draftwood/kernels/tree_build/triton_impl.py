@@ -16,8 +16,8 @@ _BAD_TOKEN = tl.constexpr(int(Status.BAD_TOKEN))
 _NEVER = tl.constexpr(float("-inf"))
 _LAST = tl.constexpr(0x7FFFFFFF)
 
-# an offer is one number, slot | depth | rank, so that one reduction finds the smallest slot and what it offers
-_TO_DEPTH = tl.constexpr(11)
+# an offer is one number, slot | rank | depth, so that one reduction finds the smallest slot and what it offers
+_TO_RANK = tl.constexpr(10)
 _TO_SLOT = tl.constexpr(21)
 _RANKS = tl.constexpr((1 << 11) - 1)
 _DEPTHS = tl.constexpr((1 << 10) - 1)
@@ -76,6 +76,7 @@ def _blocks(D: int, K: int, T: int) -> dict[str, int]:
     return {
         "COLUMNS": columns,
         "ROWS": max(1, min(triton.next_power_of_2(max(1, D)), _TILE // columns)),
+        "DEPTHS": triton.next_power_of_2(max(1, D)),
         "BLOCK": triton.next_power_of_2(T),
         "WORDS": triton.next_power_of_2(n_words(T)),
     }
@@ -100,6 +101,7 @@ def _build(
     T,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
+    DEPTHS: tl.constexpr,
     BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
 ):
@@ -116,54 +118,44 @@ def _build(
     score = tl.where(slot == 0, 0.0, _NEVER)
     parent = tl.full([BLOCK], -1, tl.int32)
     candidate = tl.zeros([BLOCK], tl.int32)  # depth - 1, rank of what the slot is, as an index into ids
-    offer = (slot << _TO_SLOT).to(tl.int32)  # slot | its depth | rank of its next child
+    offer = (slot << _TO_SLOT).to(tl.int32)  # slot | rank of its next child | its depth
+    # Nothing between two offers waits for a load: the log-probs of every depth's first two candidates stay in
+    # registers, and each slot holds that of the rank after the one it offers.
+    row = tl.arange(0, DEPTHS) + 1  # of lp: what the children of a slot of depth `row - 1` will offer
+    heads = tl.load(lp + row * K, mask=(row < D) & (K > 0), other=_NEVER)
+    seconds = tl.load(lp + row * K + 1, mask=(row < D) & (K > 1), other=_NEVER)
     first = tl.load(lp, mask=(D > 0) & (K > 0), other=_NEVER)
-    worth = tl.where(slot == 0, first + 0.0, _NEVER)  # of that child
-    # What the two slots that change will offer next is known before they do, so a load has an iteration's time.
-    sibling = tl.full([BLOCK], _NEVER, tl.float32)  # log-prob of the rank after
-    below = tl.full([BLOCK], _NEVER, tl.float32)  # log-prob of the first child of a child
-    new_sibling = tl.load(lp + 1, mask=(D > 0) & (K > 1), other=_NEVER)
-    new_below = tl.load(lp + K, mask=(D > 1) & (K > 0), other=_NEVER)
-    old_sibling = _NEVER
+    loaded = tl.load(lp + 1, mask=(D > 0) & (K > 1), other=_NEVER)
+    worth = tl.where(slot == 0, first + 0.0, _NEVER)  # of the offer
+    sibling = tl.full([BLOCK], _NEVER, tl.float32)
 
-    n, chosen, depth = 1, -1, -1
+    n, chosen = 1, 0
     best = tl.min(_bits(worth))
     while (n < limit) & (best <= last):
-        agreed = True
-        while agreed & (n < limit) & (best <= last):
-            is_best = _bits(worth) == best
-            taken = tl.min(tl.where(is_best, offer, _LAST))
-            sibling = tl.where(slot == n - 1, new_sibling, tl.where(slot == chosen, old_sibling, sibling))
-            below = tl.where(slot == n - 1, new_below, below)
-            child = _bits(worth + below)
-            lowest = tl.max(tl.where(is_best, child, 0))
-            highest = tl.min(tl.where(is_best, child, _bits(_NEVER)))
-            agreed = lowest == highest
-            chosen = taken >> _TO_SLOT
-            is_new, is_chosen = slot == n, slot == chosen
-            worth = tl.where(is_chosen, score + sibling, worth)
-            worth = tl.where(is_new, highest.to(tl.float32, bitcast=True), worth)
-            score = tl.where(is_new, best.to(tl.float32, bitcast=True), score)
-            best = tl.min(_bits(worth))
-            depth = (taken >> _TO_DEPTH) & _DEPTHS  # of the chosen parent: the new slot's row in lp
-            rank = taken & _RANKS
-            old_sibling = tl.load(lp + depth * K + rank + 2, mask=rank + 2 < K, other=_NEVER)
-            new_sibling = tl.load(lp + (depth + 1) * K + 1, mask=(depth + 1 < D) & (K > 1), other=_NEVER)
-            new_below = tl.load(lp + (depth + 2) * K, mask=depth + 2 < D, other=_NEVER)
-            parent = tl.where(is_new, chosen, parent)
-            candidate = tl.where(is_new, depth * K + rank, candidate)
-            offer += tl.where(is_new, (depth + 1) << _TO_DEPTH, is_chosen.to(tl.int32))
-            n += 1
-        # equal offers of slots at several depths: the new slot's is not known until it is seen which was taken
-        head = tl.load(lp + (depth + 1) * K, mask=depth + 1 < D, other=_NEVER)
-        worth = tl.where(slot == n - 1, score + head, worth)
+        taken = tl.min(tl.where(_bits(worth) == best, offer, _LAST))
+        sibling = tl.where(slot == chosen, loaded, sibling)  # of the turn before, whose load has arrived
+        chosen = taken >> _TO_SLOT
+        rank = (taken >> _TO_RANK) & _RANKS
+        depth = taken & _DEPTHS  # of the chosen slot
+        is_new, is_chosen = slot == n, slot == chosen
+        at_depth = tl.zeros([1], tl.int32) + depth
+        taken_score = best.to(tl.float32, bitcast=True)
+        head = taken_score + tl.gather(heads, at_depth, 0)
+        worth = tl.where(is_new, head, tl.where(is_chosen, score + sibling, worth))
         best = tl.min(_bits(worth))
+        sibling = tl.where(is_new, tl.gather(seconds, at_depth, 0), sibling)
+        loaded = tl.load(lp + depth * K + rank + 2, mask=rank + 2 < K, other=_NEVER)
+        score = tl.where(is_new, taken_score, score)
+        parent = tl.where(is_new, chosen, parent)
+        candidate = tl.where(is_new, depth * K + rank, candidate)
+        offer += tl.where(is_new, depth + 1, is_chosen.to(tl.int32) << _TO_RANK)
+        n += 1
 
     live = slot < n
     in_row = slot < T
     token = tl.load(ids + candidate, mask=live & (slot > 0), other=0)
     token = tl.where(slot == 0, tl.load(root + b), token)
-    depth = (offer >> _TO_DEPTH) & _DEPTHS
+    depth = offer & _DEPTHS
     tl.store(tokens + b * T + slot, token, mask=in_row)
     tl.store(parents + b * T + slot, parent, mask=in_row)
     tl.store(depths + b * T + slot, depth, mask=in_row)
