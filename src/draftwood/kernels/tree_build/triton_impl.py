@@ -204,13 +204,16 @@ def _fault(lp, ids, D, K, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _ancestors(parent, live, deepest, WORDS: tl.constexpr):
-    """[BLOCK, WORDS] i64: each live slot's bits, its own included, by as many steps up as the deepest slot needs."""
+    """[BLOCK, WORDS] i64: each live slot's bits, its own included; each turn doubles the steps up that are seen."""
+    slot = tl.arange(0, parent.shape[0])[:, None]
     word = tl.arange(0, WORDS)[None, :]
     one = tl.full([parent.shape[0], WORDS], 1, tl.int64)
-    bits = tl.zeros([parent.shape[0], WORDS], tl.int64)
-    at = tl.where(live, tl.arange(0, parent.shape[0]), -1)
-    for _ in range(deepest + 1):
-        here = at[:, None]
-        bits = bits | tl.where((here >= 0) & (here // 64 == word), one << (here % 64).to(tl.int64), 0)
-        at = tl.where(at >= 0, tl.gather(parent, tl.maximum(at, 0), 0), -1)
+    bits = tl.where(live[:, None] & (slot // 64 == word), one << (slot % 64).to(tl.int64), 0)
+    above = parent[:, None] + tl.zeros([1, WORDS], tl.int32)  # slots whose bits are still to be added
+    steps = 1
+    while steps <= deepest:
+        at = tl.maximum(above, 0)
+        bits = bits | tl.where(above >= 0, tl.gather(bits, at, 0), 0)
+        above = tl.where(above >= 0, tl.gather(above, at, 0), -1)
+        steps *= 2
     return bits
