@@ -52,6 +52,8 @@ def small() -> list[Case]:
         case(N=9, E=5, top_k=5),
         case(N=7, E=3, top_k=1, d=20, I=12),
         case(N=3, E=1, top_k=1),
+        case(N=3, I=1),
+        case(N=1, E=1, top_k=1, d=1, I=1),
         case(N=130, E=64, top_k=8, d=64, I=48),
         case(N=130, E=64, top_k=8, d=64, I=48, dtype="bfloat16"),
         *(case(N=32, E=16, top_k=4, n_group=g, topk_group=min(g, 2), ties=1) for g in (1, 4)),

@@ -166,6 +166,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
             ("fp16", 128, 64, 2048, 1408),
             ("bf16", 4096, 384, 7168, 2048),
             ("fp32", 8, 64, 2048, 1408),
+            ("fp32", 1, 2, 1, 1),  # sizes of 1 become constants
         )
         for case in _product_cases(chip, item, N, E, d, I)
     ]

@@ -156,7 +156,7 @@ def gate_up(
         i = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         rows = x + (pair // TOP_K).to(tl.int64)[:, None] * x_n
         gates = weight + e * weight_e + i.to(tl.int64)[:, None] * weight_i
-        ups = gates + I.to(tl.int64) * weight_i
+        ups = weight + e * weight_e + (I + i).to(tl.int64)[:, None] * weight_i
         gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k0 in range(0, d, BLOCK_K):
