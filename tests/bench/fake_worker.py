@@ -1,7 +1,8 @@
 """A worker without torch: answers in the protocol of the real one, its behaviour named by the implementation.
 
 fast, dear (300 ms), half (half the time of fast), silent (never answers), stubborn (and ignores SIGTERM), dies,
-dies_later (at its third visit), slow_clock.
+dies_later (at its third visit), slow_clock, late (its kernels are compiled when it is asked for the third time),
+never (nor ever).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import Counter
 
 LOG = os.environ.get("FAKE_WORKER_LOG")
 VISITS = Counter()
+ASKED = Counter()
 TIMES = {"half": 500.0, "dear": 300_000.0}
 
 
@@ -24,6 +26,10 @@ def prepare(impl):
         if impl == "stubborn":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(600)
+    ASKED[impl] += 1
+    if impl == "never" or (impl == "late" and ASKED[impl] < 3):
+        time.sleep(0.05)
+        return {"pending": True}
     if impl == "dies":
         print("last words of the worker", file=sys.stderr)
         os._exit(7)

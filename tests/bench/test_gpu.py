@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import pytest
 import torch
+
+from draftwood.bench.makers import find_gpu
 
 pytestmark = [
     pytest.mark.gpu,
@@ -119,17 +123,43 @@ def test_an_illegal_access_costs_one_case(tmp_path):
     assert all(s == "ok" for (impl, _), s in status.items() if impl == "torch"), status
 
 
+def rows_of(out, *options, **environment):
+    """Rows of a run, and the seconds that the whole command took."""
+    command = [sys.executable, "-m", "draftwood.bench", "kernels", "--out", str(out), *options]
+    start = time.monotonic()
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
+    seconds = time.monotonic() - start
+    assert done.returncode in (0, 3, 4), done.stderr
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    return [line for line in lines if line["type"] == "row"], seconds
+
+
+def test_the_driver_names_the_chip_without_opening_it():
+    properties = torch.cuda.get_device_properties(0)
+    capability = 10 * properties.major + properties.minor
+    assert find_gpu() == (capability, properties.multi_processor_count)
+
+
+def test_launches_find_what_makers_compiled(tmp_path):
+    """With an empty cache the worker itself compiles nothing: the makers' keys are those of real launches."""
+    options = ("--only", "tree_accept,commit_kv,verify_attn,moe", "--limit", "1", "--budget", "120", "--once")
+    rows, _ = rows_of(tmp_path / "run.jsonl", *options, TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    triton = [r for r in rows if r["impl"] == "triton"]
+    assert len(triton) == 4
+    assert all(r["n"] == 1 for r in triton), triton
+    assert sum(r["compile_s"] for r in triton) > 1
+    assert [r["compiled_late"] for r in triton] == [0] * 4
+
+
 @pytest.mark.slow
 def test_the_default_suite_keeps_its_promises(tmp_path):
-    """30 s with a warm compile cache: at most 1.1 times that, at least 90 % of the rows ok."""
-    command = [sys.executable, "-m", "draftwood.bench", "kernels", "--out"]
-    subprocess.run(
-        [*command, str(tmp_path / "cold.jsonl"), "--budget", "120"], capture_output=True, check=False
-    )
-    start = time.monotonic()
-    subprocess.run([*command, str(tmp_path / "run.jsonl")], capture_output=True, check=False)
-    assert time.monotonic() - start <= 33
-    rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
-    statuses = [r["status"] for r in rows if r["type"] == "row"]
+    """30 s with a warm compile cache, of the whole command; at least 90 % of the rows ok."""
+    rows_of(tmp_path / "cold.jsonl", "--budget", "180", "--once")
+    rows, seconds = rows_of(tmp_path / "run.jsonl")
+    assert seconds <= 30.5
+    statuses = [r["status"] for r in rows]
     assert len(statuses) >= 27
-    assert statuses.count("ok") >= 0.9 * len(statuses)
+    assert statuses.count("ok") >= 0.9 * len(statuses), Counter((r["kernel"], r["status"]) for r in rows)
+    assert sum(r.get("compiled_late", 0) for r in rows) == 0

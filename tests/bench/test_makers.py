@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftwood.bench.catalog import Catalog
+from draftwood.bench.catalog import Catalog, Job
 from draftwood.bench.inputs import Packed, generate, tensors_in
 from draftwood.bench.makers import Makers
 from draftwood.kernels.case import CaseError
@@ -108,7 +108,7 @@ import json, sys
 from triton import knobs
 from draftwood.bench import makers
 from draftwood.bench.inputs import generate
-from draftwood.bench.catalog import Catalog
+from draftwood.bench.catalog import Catalog, Job
 from draftwood.kernels.run_case import cases_of
 
 if __name__ == "__main__":
@@ -144,3 +144,19 @@ def test_what_makers_compile_another_process_finds_in_the_cache(tmp_path, monkey
     assert found
     assert all(found)
     assert not all(hits("verify_attn", 16, case))
+
+
+@pytest.mark.parametrize("kernel", ["commit_kv", "sample", "verify_attn"])
+def test_the_workbench_takes_what_makers_made(kernel):
+    """The whole way: packed, unpacked, checked against the reference, timed."""
+    from draftwood.bench.workbench import Workbench
+
+    job = Job(cases_of(kernel).small()[0], "torch", "warm")
+    makers = Makers(((), ()), H200, [job.case], set())
+    bench = Workbench(Catalog(), "cpu", [job], makers)
+    end = time.monotonic() + 60
+    while not bench.has_inputs(job.case, 0.5):
+        assert time.monotonic() < end
+    assert bench.prepare(job, gate=True)["checked"] == "ref"
+    assert min(bench.sample(job, 3)) > 0
+    assert bench.has_inputs(job.case, 0.0)

@@ -95,6 +95,22 @@ def test_a_hang_cannot_break_the_budget(suite):
     assert statuses(run) == ["budget"] * 3
 
 
+def test_what_is_still_being_compiled_lets_others_go_first(suite):
+    run = suite("late", "fast", cases=CASES[:1])
+    assert run.run() == 0
+    assert statuses(run) == ["ok"] * 2
+
+
+def test_a_compiler_that_hangs_costs_its_case_and_no_more_than_the_time_for_preparing(suite):
+    run = suite("never", "fast", budget=4.0, cases=CASES[:1])
+    assert run.run() == 4
+    by_impl = {r["impl"]: r for r in run.rows}
+    assert by_impl["fast"]["status"] == "ok"
+    assert by_impl["never"]["status"] == "budget"
+    assert "still being compiled" in by_impl["never"]["note"]
+    assert run.countdown.used() <= 4.0
+
+
 def test_last_words_and_two_strikes(suite):
     run = suite("dies", "fast")
     assert run.run() == 3
