@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -94,13 +95,42 @@ def test_unsound_inputs_are_named_and_a_crash_leaves_the_case_to_the_worker(extr
     np.testing.assert_array_equal(makers.take(fine)[0].unpack()["x"], np.arange(5))
 
 
-def test_a_hanging_maker_delays_no_other_case_and_ends_with_its_parent(extra, monkeypatch):
+def test_a_hanging_maker_delays_no_other_case(extra, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     makers, (hangs, fine) = odd(extra, "hangs", "fine")
     wait_until_ready(makers, fine)
     assert not makers.ready(hangs, 0.0)
     for process in makers._pool._processes.values():
         process.kill()
+
+
+HANGS = """
+import sys
+from pathlib import Path
+from draftwood.bench.catalog import Catalog
+from draftwood.bench.makers import Makers
+
+if __name__ == "__main__":
+    files = ((), (Path(sys.argv[1]),))
+    makers = Makers(files, (90, 132), [Catalog.of_files(*files).extra["odd"].case("hangs")], set())
+    print(*makers._pool._processes, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_makers_end_with_their_worker_even_when_it_is_killed(extra):
+    script = extra.with_name("hangs.py")
+    script.write_text(HANGS)
+    command = [sys.executable, str(script), str(extra)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        maker = Path(f"/proc/{worker.stdout.readline().split()[0]}/stat")
+        assert maker.exists()
+        time.sleep(5)  # until it hangs
+        worker.kill()
+    end = time.monotonic() + 5
+    while maker.exists() and maker.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 LOOKS_UP = """
