@@ -1,4 +1,7 @@
-"""On a GPU: all implementations, at real sizes, on data that is new in every run, and inside CUDA graphs."""
+"""On a GPU: all implementations, at real sizes, on data that is new in every run, and inside CUDA graphs.
+
+`-m sanitizer` selects few and small cases, for `compute-sanitizer`, which slows kernels down by ten to a hundred times.
+"""
 
 from __future__ import annotations
 
@@ -114,6 +117,41 @@ LARGE = {
 }
 
 
+PRODUCTS = ("verify_attn", "draft_attn", "moe")
+"""Offered in no float64."""
+
+SANITIZED = {
+    "topk_logprobs": [
+        {"B": 2, "D": 2, "V": 9999, "k": 9, "coupled": 1, "values": "holes"},
+        {"D": 1, "V": 131, "k": 131},
+    ],
+    "tree_build": [{"B": 6, "K": 16, "T": 65, "values": "faulty"}, {"B": 2, "D": 1, "K": 1, "T": 130}],
+    "sample": [
+        {"B": 6, "T": 3, "V": 4097, "rows": "mixed", "extras": "all", "tree": 1},
+        {"B": 2, "T": 1, "V": 331, "rows": "top_p", "values": "ties"},
+    ],
+    "tree_accept": [{"B": 16, "T": T, "D": 15, "tree": "garbage", "limits": "near"} for T in (65, 130)],
+    "commit_kv": [{"B": 8, "T": 65, "page": 16, "ragged": 1, "skip": 1}],
+    "verify_attn": [
+        {"B": 9, "T": 33, "H": 8, "page": 16, "prefix": 130, "ragged": 1},
+        {"B": 9, "T": 9, "H": 2, "R": 40, "P": 8, "page": 64, "prefix": 130, "ragged": 1, "dtype": "float32"},
+    ],
+    "draft_attn": [{"B": 9, "page": 16, "context": 300, "ragged": 1, "window": 65}],
+    "moe": [{"N": 9, "E": 16, "top_k": 4, "d": 200, "I": 72}, {"N": 1, "E": 1, "top_k": 1, "d": 1, "I": 1}],
+}
+"""Ragged edges and garbage, where a wrong mask would reach outside."""
+
+
+def cases_with(axes_of):
+    return [
+        make_case(kernel, cases_of(kernel).DEFAULTS, **axes) for kernel in axes_of for axes in axes_of[kernel]
+    ]
+
+
+def offered(case):
+    return case.kernel not in PRODUCTS or dict(case.axes).get("dtype") != "float64"
+
+
 def case_id(value):
     return value if isinstance(value, str) else value.id
 
@@ -123,11 +161,13 @@ def test_torch_on_the_gpu(case):
     verify(case, "torch", "cuda")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [make_case(kernel, cases_of(kernel).DEFAULTS, **axes) for kernel in LARGE for axes in LARGE[kernel]],
-    ids=case_id,
-)
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("case", cases_with(SANITIZED), ids=case_id)
+def test_edges(case):
+    verify(case, "triton", "cuda")
+
+
+@pytest.mark.parametrize("case", cases_with(LARGE), ids=case_id)
 def test_large_cases_on_new_data(case):
     case = replace(case, seed=secrets.randbelow(2**31))
     print(case.id)
@@ -136,30 +176,48 @@ def test_large_cases_on_new_data(case):
 
 @pytest.mark.parametrize(
     "case",
-    [c for kernel in LARGE for c in cases_of(kernel).small() if dict(c.axes).get("dtype") != "float64"],
+    [c for kernel in LARGE for c in cases_of(kernel).small() if offered(c)],
     ids=case_id,
 )
 def test_a_graph_replays_with_changed_contents(case):
+    replays([case])
+
+
+def test_all_kernels_in_one_graph():
+    replays([next(filter(offered, cases_of(kernel).small())) for kernel in LARGE])
+
+
+def replays(cases):
     """Captured on one input; so nothing waits for the device, and nothing it reads is fixed at capture."""
-    cases, function = cases_of(case.kernel), load(case.kernel, "triton")
-    changed = replace(case, seed=secrets.randbelow(2**31))
-    print(changed.id)
-    made = {c: cases.make(c) for c in (case, changed)}
-    static = torch_inputs(case, made[case], "cuda")
+    changed = [replace(c, seed=secrets.randbelow(2**31)) for c in cases]
+    print(*(c.id for c in changed))
+    made = {c: cases_of(c.kernel).make(c) for c in (*cases, *changed)}
+    static = [torch_inputs(c, made[c], "cuda") for c in cases]
+
+    def call():
+        return [load(c.kernel, "triton")(**inputs) for c, inputs in zip(cases, static, strict=True)]
+
+    call()  # compiles
     warm_up = torch.cuda.Stream()
     warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):
-        function(**static)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(warm_up):
+            call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.current_stream().wait_stream(warm_up)
     graph = torch.cuda.CUDAGraph()
     with poisoned_memory(), torch.cuda.graph(graph):
-        out = function(**static)
-    for c in (changed, case):
-        for to, new in zip(tensors(static), tensors(torch_inputs(c, made[c], "cuda")), strict=True):
-            to.copy_(new)
+        outs = call()
+    for contents in (changed, cases):
+        for inputs, c in zip(static, contents, strict=True):
+            for to, new in zip(tensors(inputs), tensors(torch_inputs(c, made[c], "cuda")), strict=True):
+                to.copy_(new)
         graph.replay()
-        got = static[IN_PLACE[c.kernel]] if c.kernel in IN_PLACE else out
-        cases.compare(c, to_numpy(got), run(c, made[c], "ref"))
+        for inputs, out, c in zip(static, outs, contents, strict=True):
+            got = inputs[IN_PLACE[c.kernel]] if c.kernel in IN_PLACE else out
+            cases_of(c.kernel).compare(c, to_numpy(got), run(c, made[c], "ref"))
 
 
 def tensors(value):
