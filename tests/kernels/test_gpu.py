@@ -131,7 +131,7 @@ SANITIZED = {
         {"B": 2, "T": 1, "V": 331, "rows": "top_p", "values": "ties"},
     ],
     "tree_accept": [{"B": 16, "T": T, "D": 15, "tree": "garbage", "limits": "near"} for T in (65, 130)],
-    "commit_kv": [{"B": 8, "T": 65, "page": 16, "ragged": 1, "skip": 1}],
+    "commit_kv": [{"L": 3, "B": 8, "T": 65, "C": 40, "page": 16, "prefix": 200, "ragged": 1, "skip": 1}],
     "verify_attn": [
         {"B": 9, "T": 33, "H": 8, "page": 16, "prefix": 130, "ragged": 1},
         {"B": 9, "T": 9, "H": 2, "R": 40, "P": 8, "page": 64, "prefix": 130, "ragged": 1, "dtype": "float32"},
