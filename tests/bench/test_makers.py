@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from draftwood.bench.catalog import Catalog, Job
-from draftwood.bench.inputs import Packed, generate, tensors_in
+from draftwood.bench.inputs import Packed, generate, hollow, on_device, size_of, tensors_in
 from draftwood.bench.makers import Makers
 from draftwood.kernels.case import CaseError
 from draftwood.kernels.run_case import cases_of
@@ -190,3 +190,14 @@ def test_the_workbench_takes_what_makers_made(kernel):
     assert bench.prepare(job, gate=True)["checked"] == "ref"
     assert min(bench.sample(job, 3)) > 0
     assert bench.has_inputs(job.case, 0.0)
+
+
+def test_large_inputs_stay_in_parts_until_they_are_on_the_device():
+    case = next(c for c in cases_of("draft_attn").bench() if c["context"] == 4096 and c["B"] == 8)
+    arrays, tensors = generate(Catalog(), case)
+    moved = on_device({k: tensors[k] for k in ("k_pages", "q")}, "cpu")
+    np.testing.assert_array_equal(moved["k_pages"].float().numpy(), np.asarray(arrays["k_pages"]))
+    assert moved["q"] is tensors["q"]
+    assert size_of(tensors) > 2 * moved["k_pages"].nbytes
+    assert sum(t.nbytes for t in tensors_in(tensors)) < 0.6 * size_of(tensors)
+    assert hollow(tensors)["v_pages"].shape == moved["k_pages"].shape

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from draftwood.kernels.rounding import PERIOD, normal, round_to
+from draftwood.kernels.run_case import to_torch
 
 EDGES = [
     0.0,
@@ -53,8 +54,14 @@ def test_unknown_dtype():
         round_to(np.zeros(1), "int8")
 
 
-def test_long_draws_repeat_at_the_period():
-    values = normal(np.random.default_rng(0), (PERIOD + 3,), "bfloat16")
-    assert values.shape == (PERIOD + 3,)
-    np.testing.assert_array_equal(values[PERIOD:], values[:3])
-    assert abs(values[:1000].std() - 1) < 0.1
+def test_long_draws_repeat_at_the_period_and_take_assignments():
+    values = normal(np.random.default_rng(0), (3, PERIOD), "bfloat16")
+    assert values.shape == (3, PERIOD)
+    values[np.array([False, True, False])] = np.full(PERIOD, 7, np.float32)
+    array = np.asarray(values)
+    np.testing.assert_array_equal(array[2], array[0])
+    assert (array[1] == 7).all()
+    assert abs(array[0, :1000].std() - 1) < 0.1
+    tensor = to_torch(values, "cpu", "bfloat16")
+    assert tensor.dtype == torch.bfloat16
+    np.testing.assert_array_equal(tensor.float().numpy(), array)

@@ -7,7 +7,7 @@ import math
 import mmap
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from multiprocessing.reduction import DupFd
 from typing import Any
@@ -16,21 +16,43 @@ import torch
 
 from draftwood.bench.catalog import Catalog
 from draftwood.kernels.case import Case
-from draftwood.kernels.run_case import to_torch
+from draftwood.kernels.rounding import Repeated
+from draftwood.kernels.run_case import parts_to_torch, to_torch, whole
 
 _ALIGN = 64
 
 
 def generate(catalog: Catalog, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Checked inputs: numpy, and tensors on the CPU in the case's dtype. Raises `CaseError`."""
+    """Checked inputs: numpy, and tensors on the CPU in the case's dtype; large ones in parts. Raises `CaseError`."""
     cases = catalog.cases(case.kernel)
     arrays = cases.make(case)
     cases.check(case, arrays)
     dtype = dict(case.axes).get("dtype")
-    return arrays, {
-        k: to_torch(v, "cpu", str(dtype) if dtype is not None and k in cases.FLOATS else None)
-        for k, v in arrays.items()
+
+    def tensor(name: str, value: Any) -> Any:
+        cast = str(dtype) if dtype is not None and name in cases.FLOATS else None
+        return (parts_to_torch if isinstance(value, Repeated) else to_torch)(value, "cpu", cast)
+
+    return arrays, {k: tensor(k, v) for k, v in arrays.items()}
+
+
+def on_device(tensors: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """What `generate` gave, as whole tensors there."""
+    moved = map_tensors(tensors, lambda t: t.to(device))
+    return {k: whole(v) if isinstance(v, Repeated) else v for k, v in moved.items()}
+
+
+def hollow(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with large ones as whole tensors of nothing in particular: enough to compile with."""
+    return {
+        k: torch.empty(v.shape, dtype=v.block.dtype) if isinstance(v, Repeated) else v
+        for k, v in tensors.items()
     }
+
+
+def size_of(tensors: Mapping[str, Any]) -> int:
+    """Bytes of the whole tensors."""
+    return sum(t.nbytes for t in tensors_in(hollow(tensors)))
 
 
 def nearest_small(catalog: Catalog, case: Case) -> Case:

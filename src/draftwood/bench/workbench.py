@@ -16,11 +16,11 @@ import torch
 
 from draftwood.bench.catalog import Catalog, Job, load_file
 from draftwood.bench.device import last_level_cache
-from draftwood.bench.inputs import generate, map_tensors, nearest_small, tensors_in
+from draftwood.bench.inputs import generate, map_tensors, nearest_small, on_device, size_of, tensors_in
 from draftwood.bench.makers import Makers
 from draftwood.bench.timers import Call, CpuTimer, CudaTimer, Timer
 from draftwood.kernels.case import Case
-from draftwood.kernels.run_case import IN_PLACE, poisoned_memory, to_numpy
+from draftwood.kernels.run_case import IN_PLACE, arrays_of, poisoned_memory, to_numpy
 
 MEMORY_SHARE = 0.5
 """Of the free memory, for inputs and their copies; the least recently used case makes room."""
@@ -109,11 +109,12 @@ class Workbench:
             self.cases.move_to_end(case)
             return self.cases[case]
         arrays, tensors, compile_s = self._made(case)
-        size = sum(t.nbytes for t in tensors_in(tensors))
+        size = size_of(tensors)
         self._make_room(size)
-        on_device = map_tensors(tensors, lambda t: t.to(self.device))
         by_ref = case in self.held_against_ref or case in self.catalog.cases(case.kernel).small()
-        inputs = CaseInputs(on_device, arrays if by_ref else None, compile_s, size, size)
+        inputs = CaseInputs(
+            on_device(tensors, self.device), arrays if by_ref else None, compile_s, size, size
+        )
         self.cases[case] = inputs
         return inputs
 
@@ -177,8 +178,7 @@ class Workbench:
         if key in self.verified:
             return
         arrays, tensors = generate(self.catalog, small)
-        on_device = map_tensors(tensors, lambda t: t.to(self.device))
-        got = self._poisoned_output(Job(small, job.impl, job.cache), on_device)
+        got = self._poisoned_output(Job(small, job.impl, job.cache), on_device(tensors, self.device))
         self._compare(small, got, self._reference(small, arrays))
         self.verified[key] = None
 
@@ -188,7 +188,7 @@ class Workbench:
 
     def _reference(self, case: Case, arrays: Mapping[str, Any] | None) -> Any:
         given = self.catalog.cases(case.kernel).make(case) if arrays is None else arrays
-        arguments = {k: v.copy() if hasattr(v, "copy") else v for k, v in given.items()}
+        arguments = arrays_of(given)
         out = self.catalog.load(case.kernel, "ref")(**arguments)
         return arguments[IN_PLACE[case.kernel]] if case.kernel in IN_PLACE else out
 
@@ -221,9 +221,7 @@ class Workbench:
         cold = job.cache == "cold"
         cache = last_level_cache(self.device)
         if job.impl == "ref":
-            arrays = (
-                inputs.numpy if inputs.numpy is not None else self.catalog.cases(job.kernel).make(job.case)
-            )
+            arrays = arrays_of(inputs.numpy or self.catalog.cases(job.kernel).make(job.case))
             function = self.catalog.load(job.kernel, "ref")
             return CpuTimer(lambda: function(**arrays), cold, 2 * cache)
         if self.device == "cpu":

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -41,8 +43,35 @@ def round_to(array: np.ndarray, dtype: str) -> np.ndarray:
     raise ValueError(f"unknown dtype `{dtype}`; known: {', '.join(ITEM_SIZE)}")
 
 
-def normal(rng: np.random.Generator, shape: Sequence[int], dtype: str, std: float = 1.0) -> np.ndarray:
-    """Normal numbers rounded to `dtype`, drawn in float32 unless that is float64; they repeat after `PERIOD`."""
+@dataclass
+class Repeated:
+    """A large array whose numbers are those of a block again and again, but for what was assigned to it since.
+
+    Made whole where it is used, on the GPU if that is where: see `run_case.to_torch` and `run_case.whole`. Assignments are kept
+    in order.
+    """
+
+    block: Any  # 1-d, numpy or a tensor
+    shape: tuple[int, ...]
+    assigned: tuple[tuple[Any, Any], ...] = ()  # bool mask over the leading axes, and what goes there
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __setitem__(self, mask: np.ndarray, numbers: np.ndarray) -> None:
+        self.assigned += ((mask, numbers),)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        out = np.resize(self.block, self.shape)
+        for mask, numbers in self.assigned:
+            out[mask] = numbers
+        return out if dtype is None else out.astype(dtype)
+
+
+def normal(rng: np.random.Generator, shape: Sequence[int], dtype: str, std: float = 1.0) -> Any:
+    """Normal numbers rounded to `dtype`, drawn in float32 unless that is float64. More than `PERIOD` are a `Repeated`."""
     size = math.prod(shape)
     drawn = rng.standard_normal(min(size, PERIOD), np.float64 if dtype == "float64" else np.float32)
-    return np.resize(round_to(drawn * drawn.dtype.type(std), dtype), shape)
+    numbers = round_to(drawn * drawn.dtype.type(std), dtype)
+    return Repeated(numbers, tuple(shape)) if size > PERIOD else numbers.reshape(shape)

@@ -5,6 +5,7 @@ The only place where cases become tensors and outputs become arrays; tests, benc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -16,6 +17,7 @@ import numpy as np
 
 from draftwood.kernels.case import Case
 from draftwood.kernels.registry import load
+from draftwood.kernels.rounding import Repeated
 
 IN_PLACE = {"commit_kv": "pages"}
 """Kernels that return nothing and write one of their inputs: that input is the output compared."""
@@ -30,6 +32,8 @@ def to_torch(value: Any, device: str, dtype: str | None = None) -> Any:
     """Numpy arrays, and dataclasses of them, as tensors on `device`; floats are cast to `dtype` if given."""
     import torch
 
+    if isinstance(value, Repeated):
+        return whole(parts_to_torch(value, device, dtype))
     if is_dataclass(value) and not isinstance(value, type):
         return type(value)(**{f.name: to_torch(getattr(value, f.name), device) for f in fields(value)})
     if not isinstance(value, np.ndarray):
@@ -39,6 +43,26 @@ def to_torch(value: Any, device: str, dtype: str | None = None) -> Any:
         tensor = tensor.to(getattr(torch, dtype))
     # in-place kernels must not write the case's own arrays
     return tensor.clone() if tensor.data_ptr() == value.ctypes.data else tensor
+
+
+def parts_to_torch(value: Repeated, device: str, dtype: str | None = None) -> Repeated:
+    """The same of tensors, still in parts."""
+    assigned = ((to_torch(mask, device), to_torch(row, device, dtype)) for mask, row in value.assigned)
+    return Repeated(to_torch(value.block, device, dtype), value.shape, tuple(assigned))
+
+
+def whole(parts: Repeated) -> Any:
+    """The tensor, on the device where its parts are."""
+    size = math.prod(parts.shape)
+    out = parts.block.repeat(-(-size // len(parts.block)))[:size].view(parts.shape)
+    for mask, row in parts.assigned:
+        out[mask] = row
+    return out
+
+
+def arrays_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs for the reference: whole, and its own."""
+    return {k: np.array(v) if isinstance(v, np.ndarray | Repeated) else v for k, v in inputs.items()}
 
 
 def to_numpy(value: Any) -> Any:
@@ -65,7 +89,7 @@ def run(case: Case, inputs: Mapping[str, Any], impl: str, device: str = "cpu") -
     """Outputs as numpy, of `impl` on `inputs`; the reference always runs on numpy. Inputs are left unchanged."""
     function = load(case.kernel, impl)
     if impl == "ref":
-        arguments = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in inputs.items()}
+        arguments = arrays_of(inputs)
         out = function(**arguments)
     else:
         arguments = torch_inputs(case, inputs, device)

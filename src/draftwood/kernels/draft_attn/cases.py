@@ -74,7 +74,7 @@ def make(case: Case) -> dict[str, Any]:
     page_table, pool = scattered_pages(rng, context_len * 0, -(-context_len // page))
     dead = ~live_positions(page_table, context_len, pool, page)
 
-    def pages() -> np.ndarray:
+    def pages() -> Any:
         numbers = normal(rng, (pool, page, Hkv, hd), dtype)
         numbers[dead] = poison(rng, hd, dtype)
         return numbers

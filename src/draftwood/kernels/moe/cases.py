@@ -131,7 +131,7 @@ def _routing_inputs(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, n
     """x, router and bias, tokens redrawn until none is a close call."""
     E, d, dtype = case["E"], case["d"], case["dtype"]
 
-    def tokens(n: int) -> np.ndarray:
+    def tokens(n: int) -> Any:
         if case["ties"]:  # logits are exact multiples of 1/8 in any summation order
             return rng.integers(0, 2, (n, d)).astype(normal(rng, (), dtype).dtype)
         return normal(rng, (n, d), dtype)
