@@ -13,7 +13,6 @@ RATE_ERROR = tl.constexpr(2.0**-17)
 """-log(approximate_rate(bits)) differs from the fp64 value by less."""
 
 _UNIT = tl.constexpr(2.0**-32)
-_LN_UNIT = tl.constexpr(22.180709777918249)  # -log(2^-32)
 
 
 @triton.jit
@@ -53,5 +52,9 @@ def approximate_rate(bits):
 
 @triton.jit
 def upper_bound(bits):
-    """f32 -log(v), never below the noise by more than `RATE_ERROR`, and close to it where it is large."""
-    return _LN_UNIT - tl.log(bits.to(tl.float32) + 0.5)
+    """f32 -log(v), never below the noise by more than `RATE_ERROR`, and close to it where it is large.
+
+    v is rounded down to 23 bits, by way of the floats in 1..2, and to no less than 2^-33, its least value.
+    """
+    v = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
+    return tl.log2(tl.maximum(v, 1.1641532182693481e-10)) * -0.6931472

@@ -1,7 +1,9 @@
-"""`sample` in Triton: four launches of fixed shape, whatever the parameters are."""
+"""`sample` in Triton: three launches of fixed shape, whatever the parameters are."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,70 +11,93 @@ import triton
 from torch import Tensor
 
 from draftwood.kernels.compile_case import CompileCase
+from draftwood.kernels.ordering import unpack
+from draftwood.kernels.sample.logits import live_slots
 from draftwood.kernels.sample.params import SampleParams
-from draftwood.kernels.sample.triton_cut import THRESHOLDS
-from draftwood.kernels.sample.triton_kernels import BLOCK, choose, survey, weigh
+from draftwood.kernels.sample.triton_kernels import pick, settle, survey
+from draftwood.kernels.sample.triton_scores import STRIPES, TILE
+from draftwood.kernels.sample.triton_search import HELD
 from draftwood.tree import DraftTree
 
-_TILE = 2048  # tokens of a `survey` program
-_STEP = 256  # tokens that a `weigh` program holds at a time
-_MOST_PARTS = 8  # `weigh` programs per row
-_CAPACITY = 2048  # tokens among which `choose` finds the cut without reading the row again
-_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}  # the contract's steps round one by one
+_CAPACITY = 2048
+"""Tokens among which a top-k cut is found without reading the row again."""
+_MOST_PARTS = 16
+_PROGRAMS = 512  # of `settle`, unless there are more rows
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # the contract's steps round one by one
+_NO_KEY = -(2**63)
+
+
+@dataclass(frozen=True)
+class Partial:
+    """What one vocabulary slice contributes."""
+
+    key: Tensor  # [B, T] i64, winner of a row without a filter as `draftwood.kernels.ordering.pack` has it
+    x: Tensor  # [B, T, v] f32, after step 4, of rows with a filter; others are not written
 
 
 def sample(
     logits: Tensor, params: SampleParams, seed: Tensor, position: Tensor, tree: DraftTree | None = None
 ) -> tuple[Tensor, Tensor]:
-    B, T, V = logits.shape
-    choice = torch.empty(B, T, dtype=torch.int32, device=logits.device)
-    status = torch.empty(B, dtype=torch.int32, device=logits.device)
-    rows = B * T
-    if rows == 0:
+    B, T, _ = logits.shape
+    choice, status = (torch.empty(s, dtype=torch.int32, device=logits.device) for s in ((B, T), (B,)))
+    if B * T == 0:
         return choice, status.zero_()
-    tiles = triton.cdiv(V, _TILE)
-    parts = min(_MOST_PARTS, triton.next_power_of_2(triton.cdiv(V, _STEP)))
-    blocks = tiles * _TILE // BLOCK
-    tops, bounds, thresholds, gathered = (
-        torch.empty(rows, n, dtype=torch.float32, device=logits.device)
-        for n in (blocks, blocks, 2 * THRESHOLDS, _CAPACITY)
-    )
-    sums = torch.empty(rows, 2 * parts * 2 * THRESHOLDS, dtype=torch.int64, device=logits.device)
-    common: dict[str, Any] = {
-        "logits": logits.contiguous(),
-        "temperature": params.temperature,
-        "T": T,
-        "V": V,
-        "M": 0 if params.bias_ids is None else params.bias_ids.shape[1],
-        **_extras(params, tree),
-        **_OPTIONS,
-    }
-    noise = {"seed": seed, "position": position.contiguous()}
-    survey[(rows, tiles)](**common, **noise, tops=tops, bounds=bounds, status=status, TILE=_TILE)
-    common |= {"top_k": params.top_k, "top_p": params.top_p, "tops": tops, "thresholds": thresholds}
-    common |= {"sums": sums, "blocks": blocks, "BLOCKS": triton.next_power_of_2(blocks)}
-    common |= {"PARTS": parts, "STEP": _STEP}
-    span = triton.cdiv(triton.cdiv(V, parts), _STEP) * _STEP
-    for PASS in range(2):
-        weigh[(rows, parts)](**common, span=span, PASS=PASS)
-    choose[(rows,)](
-        **common,
-        **noise,
-        log_min_p=params.log_min_p,
-        bounds=bounds,
-        gathered=gathered,
-        choice=choice,
-        status=status,
-        CAPACITY=_CAPACITY,
-    )
+    common, between = _survey(logits, params, seed, position, tree, 0, status, None)
+    rows, filters = B * T, {"top_p": params.top_p, "log_min_p": params.log_min_p}
+    parts = min(_MOST_PARTS, triton.next_power_of_2(triton.cdiv(_PROGRAMS, rows)))
+    between |= {"choice": choice, "status": status, "CAPACITY": _CAPACITY, **filters}
+    weights, arrived = between.pop("weights"), between.pop("arrived")
+    pick[(rows,)](**common, **between, top_k=params.top_k, winners=None)
+    before = torch.empty(rows, parts, HELD, dtype=torch.float32, device=logits.device)
+    settle[(rows, parts)](**common, **between, weights=weights, arrived=arrived, before=before, PARTS=parts)
     return choice, status
+
+
+def partial(
+    logits: Tensor,
+    params: SampleParams,
+    seed: Tensor,
+    position: Tensor,
+    tree: DraftTree | None = None,
+    offset: int = 0,
+) -> Partial:
+    """Of logits [B, T, v], the slice from token `offset`; the other arguments are those of the whole vocabulary."""
+    key = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
+    x = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    if key.numel() == 0:
+        return Partial(key, x)
+    status = torch.empty(len(key), dtype=torch.int32, device=logits.device)
+    common, between = _survey(logits, params, seed, position, tree, offset, status, x)
+    del between["weights"], between["arrived"]
+    filters = {"top_k": params.top_k, "top_p": params.top_p, "log_min_p": params.log_min_p}
+    between |= {"choice": None, "status": status, "winners": key, "CAPACITY": _CAPACITY, **filters}
+    pick[(key.numel(),)](**common, **between)
+    return Partial(key, x)
+
+
+def merge(
+    partials: Sequence[Partial],
+    params: SampleParams,
+    seed: Tensor,
+    position: Tensor,
+    tree: DraftTree | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Of all slices of the vocabulary, in its order. Rows with a filter are sampled from what the slices hand over."""
+    filtered = (params.top_k > 0) | (params.top_p < 1) | (params.log_min_p > float("-inf"))
+    filtered &= params.temperature > 0
+    rest = SampleParams(filtered.float(), params.top_k, params.top_p, params.log_min_p)
+    choice, _ = sample(torch.cat([p.x for p in partials], -1), rest, seed, position, tree)
+    key = torch.stack([p.key for p in partials]).amax(0)
+    winner = unpack(key)[1].masked_fill(key == _NO_KEY, -1)
+    choice = torch.where(filtered[:, None], choice, winner)
+    lacking = (choice < 0) & live_slots(tree, *choice.shape, choice.device)
+    return choice, lacking.any(1).int()
 
 
 def compile_cases(capability: int) -> list[CompileCase]:
     """See `draftwood.kernels.compile_case`."""
     cases = []
-    V, blocks = 163840, 1280
-    types = {"prompt_seen": "*i1", "seed": "*i64", "ancestors": "*i64", "sums": "*i64"}
+    V, blocks = 163840, 320
     floats = (
         "logits",
         "temperature",
@@ -83,23 +108,85 @@ def compile_cases(capability: int) -> list[CompileCase]:
         "frequency",
         "bias_values",
     )
-    types |= dict.fromkeys((*floats, "tops", "bounds", "thresholds", "gathered"), "*fp32")
-    sizes = {"T": 32, "V": V, "M": 8, "blocks": blocks, "span": V // _MOST_PARTS}
-    row = {"BLOCKS": 2048, "PARTS": _MOST_PARTS, "STEP": _STEP}
+    floats += ("tops", "bounds", "weights", "before", "gathered_x", "x_out")
+    types = dict.fromkeys(floats, "*fp32") | {"prompt_seen": "*i1"}
+    types |= dict.fromkeys(("seed", "ancestors", "held", "winners"), "*i64")
+    sizes = {"T": 32, "V": V, "M": 8, "offset": 0, "v": V, "blocks": blocks}
     for every in (False, True):
         for kernel, own in (
-            (survey, {"TILE": _TILE}),
-            (weigh, {**row, "PASS": 1}),
-            (choose, {**row, "CAPACITY": _CAPACITY}),
+            (survey, {}),
+            (pick, {"BLOCKS": 512, "CAPACITY": _CAPACITY}),
+            (settle, {"BLOCKS": 512, "CAPACITY": _CAPACITY, "PARTS": _MOST_PARTS}),
         ):
-            absent = {} if every else dict.fromkeys(n for n in _EXTRAS if n in kernel.arg_names)
-            constexprs = {**own, **absent}
+            absent = {"x_out", "winners"} | (set() if every else set(_EXTRAS))
+            constexprs = {**own, **{n: None for n in kernel.arg_names if n in absent}}
             arguments: dict[str, str | int] = {
                 n: sizes.get(n, types.get(n, "*i32")) for n in kernel.arg_names if n not in constexprs
             }
             name = f"{kernel.__name__}, extras={every}"
             cases.append(CompileCase(name, kernel, arguments, constexprs, _OPTIONS["num_warps"]))
     return cases
+
+
+def _survey(
+    logits: Tensor,
+    params: SampleParams,
+    seed: Tensor,
+    position: Tensor,
+    tree: DraftTree | None,
+    offset: int,
+    status: Tensor,
+    x_out: Tensor | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The first launch. Returns what all launches are given, and what the later ones are given besides."""
+    (B, T, v), device = logits.shape, logits.device
+    rows, tiles = B * T, triton.cdiv(offset % 4 + v, TILE)
+    blocks = STRIPES * tiles
+    V = v if params.counts is None else params.counts.shape[1]
+    common: dict[str, Any] = {
+        "logits": logits.contiguous(),
+        "temperature": params.temperature,
+        "seed": seed,
+        "position": position.contiguous(),
+        "T": T,
+        "V": V,
+        "M": 0 if params.bias_ids is None else params.bias_ids.shape[1],
+        "offset": offset,
+        "v": v,
+        **_extras(params, tree),
+        **_OPTIONS,
+    }
+
+    def scratch(n: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(rows, n, dtype=dtype, device=device)
+
+    tops, bounds, weights = (scratch(n, torch.float32) for n in (blocks, blocks, tiles))
+    arrived = scratch(1, torch.int32)
+    filters = {"top_k": params.top_k, "top_p": params.top_p, "log_min_p": params.log_min_p}
+    survey[(rows, tiles)](
+        **common,
+        **filters,
+        tops=tops,
+        bounds=bounds,
+        weights=weights,
+        arrived=arrived,
+        status=status,
+        x_out=x_out,
+    )
+    between = {
+        "tops": tops,
+        "bounds": bounds,
+        "weights": weights,
+        "arrived": arrived,
+        "held": scratch(HELD, torch.int64),
+        "listed": scratch(blocks, torch.int32),
+        "n_listed": scratch(1, torch.int32),
+        "gathered_x": scratch(_CAPACITY, torch.float32),
+        "gathered_ids": scratch(_CAPACITY, torch.int32),
+        "blocks": blocks,
+        "BLOCKS": triton.next_power_of_2(blocks),
+    }
+    return common, between
 
 
 _OF_PARAMS = (

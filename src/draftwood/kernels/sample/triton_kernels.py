@@ -1,8 +1,12 @@
-"""The device code of `sample`: four launches, of which rows without top-k and top-p need the first and the last.
+"""The device code of `sample`: three launches, of which rows without top-p need the first two.
 
-`survey` reads every logit once and leaves, per block of 128 tokens, the largest x and an upper bound of x + noise.
-`weigh`, twice, narrows where the top-k or top-p cut of a row lies. `choose` finds the cut, then looks into blocks in the
-order of their bounds until no other block can hold a better token. So fp64 noise is computed for a few blocks of each row.
+`survey` reads every logit once and leaves, per block of 512 tokens, the largest x and an upper bound of x + noise, and per
+tile the sum of exp(x). `pick` looks into blocks in the order of their bounds until no other can hold a better token. A
+top-k cut it finds exactly first, among the few tokens above the k-th largest block. Top-p alone cuts too far down for
+that, but the winner is the best token that it keeps, and the best of all is kept with probability top_p. So `pick` takes
+the three best; `settle`, many programs to a row, sums the weights before each, and the last to arrive tells whether
+one is kept. If none is, the search goes on among the tokens before them; if the fp32 sums can't tell, the cut is
+found exactly.
 
 x is the logit after step 4 of the contract.
 """
@@ -12,23 +16,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftwood.kernels.noise.triton_impl import RATE_ERROR, gumbel, random_bits, tile_bits, upper_bound
-from draftwood.kernels.sample.triton_cut import (
-    THRESHOLDS,
-    find_cut,
-    first_thresholds,
-    open_bracket,
-    read_sums,
-    sums_above,
-    thresholds_between,
+from draftwood.kernels.noise.triton_impl import tile_bits, upper_bound
+from draftwood.kernels.sample.triton_cut import Gathered, find_cut
+from draftwood.kernels.sample.triton_nucleus import candidates, foremost, verdict, weight_before
+from draftwood.kernels.sample.triton_scores import (
+    STRIPES,
+    TILE,
+    Slot,
+    first_of_tile,
+    largest_of_blocks,
+    live_slots,
+    processed,
+    scaled,
 )
-from draftwood.kernels.sample.triton_scores import Slot, live_slots, scores
-from draftwood.kernels.triton_ops import packed, packed_index, packed_value
+from draftwood.kernels.sample.triton_search import HELD, Limits, list_blocks, search
+from draftwood.kernels.triton_ops import packed_index
 
-BLOCK = 128
-
-_BLOCK = tl.constexpr(BLOCK)
-_THRESHOLDS = tl.constexpr(THRESHOLDS)
+_TILE = tl.constexpr(TILE)
+_STRIPES = tl.constexpr(STRIPES)
+_HELD = tl.constexpr(HELD)
+_WANTED = tl.constexpr(3)
 _NEVER = tl.constexpr(float("-inf"))
 _NO_KEY = tl.constexpr(-(2**63))
 _LAST = tl.constexpr(0x7FFFFFFF)
@@ -37,117 +44,161 @@ _LAST = tl.constexpr(0x7FFFFFFF)
 @triton.jit
 def survey(
     logits, temperature, repetition, presence, frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits,
-    tokens, ancestors, n_slots, tree_status, seed, position,
-    tops,  # [B * T, tiles * TILE / 128] f32
+    tokens, ancestors, n_slots, tree_status, seed, position, top_k, top_p, log_min_p,
+    tops,  # [B * T, 4 tiles] f32
     bounds,
+    weights,  # [B * T, tiles] f32, sums relative to the largest x of the tile
+    arrived,  # [B * T], set to 0
     status,  # [B], set to 0
-    T, V, M,
-    TILE: tl.constexpr,
+    x_out,  # [B * T, v] f32 or None: x of rows with a filter
+    T, V, M, offset, v,
 ):  # fmt: skip
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     b = row // T
     slot = Slot(
-        logits + row * V, tl.load(temperature + b), b, row % T, live_slots(b, n_slots, tree_status, T), T, V, M,
-        repetition, presence, frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
+        logits + row * v - offset, offset, offset + v, tl.load(temperature + b), tl.load(seed + b),
+        tl.load(position + row), b, row % T, live_slots(b, n_slots, tree_status, T), T, V, M, repetition, presence,
+        frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
     )  # fmt: skip
-    if (slot.t == 0) & (tile == 0):
-        tl.store(status + b, 0)
+    if tile == 0:
+        tl.store(arrived + row, 0)
+        if slot.t == 0:
+            tl.store(status + slot.b, 0)
     if slot.t < slot.live:
-        x = scores(slot, tile * TILE + tl.arange(0, TILE))
-        block = (row * tiles + tile) * (TILE // _BLOCK) + tl.arange(0, TILE // _BLOCK)
-        tl.store(tops + block, tl.max(tl.reshape(x, [TILE // _BLOCK, _BLOCK]), 1))
+        token = first_of_tile(slot, tile) + tl.arange(0, _TILE)
+        x = processed(slot, token)
+        block = (row * tiles + tile) * _STRIPES + tl.arange(0, _STRIPES)
+        tl.store(tops + block, scaled(slot, largest_of_blocks(x)))
         if slot.scale > 0:
-            x += upper_bound(tile_bits(tl.load(seed + b), tl.load(position + row), tile * TILE, TILE))
-        tl.store(bounds + block, tl.max(tl.reshape(x, [TILE // _BLOCK, _BLOCK]), 1))
+            filters = (tl.load(top_k + slot.b) > 0) | (tl.load(log_min_p + slot.b) > _NEVER)
+            if (tl.load(top_p + slot.b) < 1) | (filters & (x_out is not None)):
+                x = scaled(slot, x)
+                top = tl.max(x)
+                weight = tl.sum(tl.exp(x - tl.where(top > _NEVER, top, 0.0)))
+                tl.store(weights + row * tiles + tile, weight)
+                if x_out is not None:
+                    inside = (token >= slot.first) & (token < slot.end)
+                    tl.store(x_out + row * v + token - offset, x, mask=inside)
+            else:
+                x = x * (1.0 / slot.scale)  # a bound may be off by two roundings
+            x += upper_bound(tile_bits(slot.seed, slot.position, first_of_tile(slot, tile), _TILE))
+        tl.store(bounds + block, largest_of_blocks(x))
 
 
 @triton.jit
-def weigh(
-    logits, temperature, repetition, presence, frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits,
-    tokens, ancestors, n_slots, tree_status, top_k, top_p,
-    tops,  # [B * T, blocks]
-    thresholds,  # [B * T, 2, 16] f32, of both passes
-    sums,  # [B * T, 2, PARTS, 2, 16] i64, numbers and weights of each part
-    T, V, M, blocks,
-    span,  # tokens per part, a multiple of STEP
-    PASS: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b = row // T
-    slot = Slot(
-        logits + row * V, tl.load(temperature + b), b, row % T, live_slots(b, n_slots, tree_status, T), T, V, M,
-        repetition, presence, frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
-    )  # fmt: skip
-    k, p = tl.load(top_k + b), tl.load(top_p + b)
-    peak = _NEVER
-    if (slot.t < slot.live) & (slot.scale > 0) & ((k > 0) | (p < 1)):
-        place = tl.arange(0, BLOCKS)
-        peak = tl.max(tl.load(tops + row * blocks + place, mask=place < blocks, other=_NEVER))
-    if peak > _NEVER:
-        limits = first_thresholds(peak)
-        if PASS == 1:
-            limits, number, weight = read_sums(thresholds, sums, row, 0, PARTS)
-            bracket, _, _, _ = open_bracket(peak, limits, number, weight, k, p)
-            limits = thresholds_between(bracket.low, bracket.high)
-        end = tl.minimum((part + 1) * span, V)
-        number, weight = sums_above(slot, limits, peak, part * span, end, STEP)
-        j = tl.arange(0, _THRESHOLDS)
-        if part == 0:
-            tl.store(thresholds + (row * 2 + PASS) * _THRESHOLDS + j, limits)
-        place = ((row * 2 + PASS) * PARTS + part) * (2 * _THRESHOLDS) + j
-        tl.store(sums + place, number)
-        tl.store(sums + place + _THRESHOLDS, weight)
-
-
-@triton.jit
-def choose(
+def pick(
     logits, temperature, repetition, presence, frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits,
     tokens, ancestors, n_slots, tree_status, seed, position, top_k, top_p, log_min_p,
-    tops,  # [B * T, blocks]
+    tops,
     bounds,
-    thresholds,
-    sums,
-    gathered,  # [B * T, CAPACITY] f32, written and read here
-    choice,  # [B, T]
+    held,  # [B * T, 4] i64, for `settle`
+    listed,  # [B * T, blocks] i32, blocks that it looks into
+    n_listed,  # [B * T] i32, -1 where there is nothing to settle
+    gathered_x,  # [B * T, CAPACITY] f32, written and read here
+    gathered_ids,
+    choice,  # [B, T] i32
     status,  # [B]
-    T, V, M, blocks,
-    BLOCKS: tl.constexpr, PARTS: tl.constexpr, STEP: tl.constexpr, CAPACITY: tl.constexpr,
+    winners,  # None, or [B * T] i64 for the keys of a slice: written instead, of rows without a filter
+    T, V, M, offset, v, blocks,
+    BLOCKS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     b = row // T
     slot = Slot(
-        logits + row * V, tl.load(temperature + b), b, row % T, live_slots(b, n_slots, tree_status, T), T, V, M,
-        repetition, presence, frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
+        logits + row * v - offset, offset, offset + v, tl.load(temperature + b), tl.load(seed + b),
+        tl.load(position + row), b, row % T, live_slots(b, n_slots, tree_status, T), T, V, M, repetition, presence,
+        frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
     )  # fmt: skip
-    best = tl.full([], _NO_KEY, tl.int64)
-    if slot.t < slot.live:
-        k, p, least_gap = tl.load(top_k + b), tl.load(top_p + b), tl.load(log_min_p + b)
+    k, p, least_gap = tl.load(top_k + slot.b), tl.load(top_p + slot.b), tl.load(log_min_p + slot.b)
+    filtered = (slot.scale > 0) & ((k > 0) | (p < 1) | (least_gap > _NEVER))
+    best, count = tl.full([], _NO_KEY, tl.int64), -1
+    if (slot.t < slot.live) & ((winners is None) | (filtered == 0)):
         place = tl.arange(0, BLOCKS)
         top = tl.load(tops + row * blocks + place, mask=place < blocks, other=_NEVER)
         bound = tl.load(bounds + row * blocks + place, mask=place < blocks, other=_NEVER)
         peak = tl.max(top)
-        cut, last_id = _NEVER, _LAST  # tokens at the cut stay up to this id
-        if (slot.scale > 0) & (peak > _NEVER):
-            if (k > 0) | (p < 1):
-                own = gathered + row * CAPACITY
-                cut, last_id = find_cut(slot, thresholds, sums, own, row, k, p, peak, PARTS, STEP, CAPACITY)
-            bound = tl.where((top >= cut) & (top - peak >= least_gap), bound, _NEVER)
-        limit = tl.max(bound)
-        while limit > _NEVER:
-            block = tl.min(tl.where(bound == limit, place, _LAST))
-            token = block * _BLOCK + tl.arange(0, _BLOCK)
-            x = scores(slot, token)
-            stays = x > _NEVER
-            slack = 0.0
-            if slot.scale > 0:
-                stays = stays & ((x > cut) | ((x == cut) & (token <= last_id))) & (x - peak >= least_gap)
-                x += gumbel(random_bits(tl.load(seed + b), tl.load(position + row), token))
-                slack = 2 * RATE_ERROR + tl.abs(limit) * 4.8e-7  # of the bound and of both roundings
-            best = tl.maximum(best, tl.max(tl.where(stays, packed(x, token), _NO_KEY)))
-            bound = tl.where(place == block, _NEVER, bound)
-            limit = tl.max(bound)
-            if (best > _NO_KEY) & (limit + slack <= packed_value(best)):
-                limit = _NEVER
-        if best == _NO_KEY:
-            tl.atomic_max(status + b, 1)
-    tl.store(choice + row, tl.where(best > _NO_KEY, packed_index(best), -1))
+        cut, last_id, gap = _NEVER, _LAST, tl.where(filtered, least_gap, _NEVER)
+        if filtered & (k > 0) & (peak > _NEVER):
+            room = Gathered(gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY, listed + row * blocks)
+            cut, last_id = find_cut(slot, top, room, k, p, peak, BLOCKS, CAPACITY)
+        pending = filtered & (k <= 0) & (p < 1)
+        found = search(
+            slot, top, bound, Limits(cut, last_id, peak, gap), tl.where(pending, _WANTED, 1), BLOCKS
+        )
+        best = tl.max(found)
+        if pending & (best > _NO_KEY):
+            _, x = candidates(slot, found)
+            tl.store(held + row * _HELD + tl.arange(0, _HELD), found)
+            count = list_blocks(listed + row * blocks, top, tl.min(x), BLOCKS)
+        elif (best == _NO_KEY) & (winners is None):
+            tl.atomic_max(status + slot.b, 1)
+    if winners is not None:
+        tl.store(winners + row, best)
+    else:
+        tl.store(n_listed + row, count)
+        tl.store(choice + row, tl.where(best > _NO_KEY, packed_index(best), -1))
+
+
+@triton.jit
+def settle(
+    logits, temperature, repetition, presence, frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits,
+    tokens, ancestors, n_slots, tree_status, seed, position, top_p, log_min_p,
+    tops,
+    bounds,
+    weights,
+    held,
+    listed,
+    n_listed,
+    before,  # [B * T, PARTS, 4] f32, written and read here
+    arrived,
+    gathered_x,
+    gathered_ids,
+    choice,
+    status,
+    T, V, M, offset, v, blocks,
+    BLOCKS: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    count = tl.load(n_listed + row)
+    if count >= 0:
+        b = row // T
+        slot = Slot(
+            logits + row * v - offset, offset, offset + v, tl.load(temperature + b), tl.load(seed + b),
+            tl.load(position + row), b, row % T, live_slots(b, n_slots, tree_status, T), T, V, M, repetition, presence,
+            frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
+        )  # fmt: skip
+        place, rank = tl.arange(0, BLOCKS), tl.arange(0, _HELD)
+        top = tl.load(tops + row * blocks + place, mask=place < blocks, other=_NEVER)
+        peak = tl.max(top)
+        keys = tl.load(held + row * _HELD + rank)
+        token, x = candidates(slot, keys)
+        own = listed + row * blocks
+        mine = weight_before(slot, own, count, part, PARTS, token, x, peak)
+        tl.store(before + (row * PARTS + part) * _HELD + rank, mine)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + row, 1, sem="acq_rel") == PARTS - 1:
+            p, least_gap = tl.load(top_p + slot.b), tl.load(log_min_p + slot.b)
+            parts = (row * PARTS + tl.arange(0, PARTS)[:, None]) * _HELD + rank[None, :]
+            tile_top = tl.max(tl.reshape(top, [BLOCKS // _STRIPES, _STRIPES]), 1)
+            tile = tl.arange(0, BLOCKS // _STRIPES)
+            weight = tl.load(
+                weights + row * (blocks // _STRIPES) + tile, mask=tile * _STRIPES < blocks, other=0.0
+            )
+            all_weight = tl.sum(tl.where(tile_top > _NEVER, weight * tl.exp(tile_top - peak), 0.0))
+            best, doubt = verdict(keys, tl.sum(tl.load(before + parts), 0), all_weight, p)
+            bound = tl.load(bounds + row * blocks + place, mask=place < blocks, other=_NEVER)
+            while (best == _NO_KEY) & (doubt == 0) & (tl.max(keys) > _NO_KEY):
+                cut, last_id = foremost(token, x)
+                keys = search(slot, top, bound, Limits(cut, last_id - 1, peak, least_gap), _WANTED, BLOCKS)
+                token, x = candidates(slot, keys)
+                count = list_blocks(own, top, tl.min(x), BLOCKS)
+                best, doubt = verdict(
+                    keys, weight_before(slot, own, count, 0, 1, token, x, peak), all_weight, p
+                )
+            if doubt:
+                room = Gathered(gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY, own)
+                cut, last_id = find_cut(slot, top, room, 0, p, peak, BLOCKS, CAPACITY)
+                best = tl.max(search(slot, top, bound, Limits(cut, last_id, peak, least_gap), 1, BLOCKS))
+            tl.store(choice + row, tl.where(best > _NO_KEY, packed_index(best), -1))
+            if best == _NO_KEY:
+                tl.atomic_max(status + slot.b, 1)

@@ -1,4 +1,8 @@
-"""Steps 1 to 4 of `sample` for any tokens of one slot, in registers: every kernel computes x anew where it needs it."""
+"""Steps 1 to 4 of `sample` for any tokens of one slot, in registers: every kernel computes x anew where it needs it.
+
+It also says how a slice's tokens are laid out in blocks: a tile is 2048 tokens in a row, and its block s is the union of
+stripe s, 128 tokens, of each of its quarters. So a warp reads whole stripes, and a thread reduces most of a block alone.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,27 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+TILE = 2048
+STRIPE = 128
+STRIPES = 4  # in a quarter of a tile, and blocks in a tile
+
+_TILE = tl.constexpr(TILE)
+_STRIPE = tl.constexpr(STRIPE)
+_STRIPES = tl.constexpr(STRIPES)
+_QUARTER = tl.constexpr(STRIPE * STRIPES)
+_BLOCK = tl.constexpr(TILE // STRIPES)
 _NEVER = tl.constexpr(float("-inf"))
 
 
 class Slot(NamedTuple):
     """What x depends on besides the token; pointers of what no row uses are None."""
 
-    logits: Any  # of this slot
+    logits: Any  # of this slot: + token is that token's
+    first: Any  # tokens first..end - 1 have logits
+    end: Any
     scale: Any  # the temperature
+    seed: Any
+    position: Any
     b: Any
     t: Any
     live: Any  # slots of this row that choose a token
@@ -44,9 +61,55 @@ def live_slots(b, n_slots, tree_status, T):
 
 
 @triton.jit
+def first_of_tile(slot, tile):
+    """Its first token: a multiple of 4, as the noise is made for four at a time."""
+    return slot.first // 4 * 4 + tile * _TILE
+
+
+@triton.jit
+def first_of_block(slot, block):
+    return first_of_tile(slot, block // _STRIPES) + block % _STRIPES * _STRIPE
+
+
+@triton.jit
+def tokens_of_block(slot, block):
+    """[512], of a scalar."""
+    i = tl.arange(0, _BLOCK)
+    return first_of_block(slot, block) + i // _STRIPE * _QUARTER + i % _STRIPE
+
+
+@triton.jit
+def tokens_of_blocks(slot, block, N: tl.constexpr):
+    """[N * 512], of block [N]."""
+    i = tl.arange(0, _BLOCK)
+    token = first_of_block(slot, block)[:, None] + (i // _STRIPE * _QUARTER + i % _STRIPE)[None, :]
+    return tl.reshape(token, [N * _BLOCK])
+
+
+@triton.jit
+def largest_of_blocks(x):
+    """[4] of the values [2048] of a tile."""
+    return tl.max(tl.max(tl.reshape(x, [_TILE // _QUARTER, _STRIPES, _STRIPE]), 0), 1)
+
+
+@triton.jit
 def scores(slot, token):
     """f32 x of the tokens after step 4, -inf where one is no candidate. Compiled without fused multiply-add."""
-    inside = token < slot.V
+    return scaled(slot, processed(slot, token))
+
+
+@triton.jit
+def scaled(slot, x):
+    """Step 4, which keeps the order."""
+    if slot.scale > 0:
+        x = tl.div_rn(x, slot.scale)
+    return x + 0.0  # no -0.0
+
+
+@triton.jit
+def processed(slot, token):
+    """Steps 1 to 3."""
+    inside = (token >= slot.first) & (token < slot.end)
     x = _finite(tl.load(slot.logits + token, mask=inside, other=_NEVER))
     if slot.counts is not None:
         x = _penalised(x, slot, token, inside)
@@ -58,10 +121,7 @@ def scores(slot, token):
         row = slot.b * slot.T + slot.t
         word = tl.load(slot.mask_bits + row * ((slot.V + 31) // 32) + token // 32, mask=inside, other=0)
         x = tl.where((word >> (token % 32)) & 1 != 0, x, _NEVER)
-    x = _finite(x)
-    if slot.scale > 0:
-        x = tl.div_rn(x, slot.scale)
-    return x + 0.0  # no -0.0
+    return _finite(x)
 
 
 @triton.jit

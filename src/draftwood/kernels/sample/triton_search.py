@@ -1,0 +1,115 @@
+"""Which tokens of a row have the largest x + noise: blocks are looked into in the order of their upper bounds.
+
+So the fp64 noise is computed for a few tokens of each row. It does not know why a token may be excluded.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from draftwood.kernels.noise.triton_impl import RATE_ERROR, gumbel, random_bits, upper_bound
+from draftwood.kernels.sample.triton_scores import first_of_block, scores, tokens_of_block, tokens_of_blocks
+from draftwood.kernels.triton_ops import packed, packed_index, packed_value
+
+HELD = 4
+
+_HELD = tl.constexpr(HELD)
+_NEVER = tl.constexpr(float("-inf"))
+_NO_KEY = tl.constexpr(-(2**63))
+_FULL = tl.constexpr(2**63 - 1)
+_LAST = tl.constexpr(0x7FFFFFFF)
+
+
+class Limits(NamedTuple):
+    """Tokens stay whose x is above `cut`, or equal to it with an id up to `last_id`, and within a gap of the largest x."""
+
+    cut: Any
+    last_id: Any
+    peak: Any
+    least_gap: Any
+
+
+@triton.jit
+def search(slot, top, bound, limits, wanted, BLOCKS: tl.constexpr):
+    """[4] i64 keys of the `wanted` <= 4 best tokens in no order, no key for want of tokens; what is not wanted is full.
+
+    top and bound [BLOCKS]: the largest x of each block, and what its x + noise do not exceed but for `_slack`.
+    """
+    place = tl.arange(0, BLOCKS)
+    bound = tl.where((top >= limits.cut) & (top - limits.peak >= limits.least_gap), bound, _NEVER)
+    held = tl.where(tl.arange(0, _HELD) < wanted, tl.full([_HELD], _NO_KEY, tl.int64), _FULL)
+    reach = tl.max(bound)
+    block = tl.min(tl.where(bound == reach, place, _LAST))
+    while _can_enter(slot, reach, first_of_block(slot, block), held):
+        held = _look(slot, block, limits, held)
+        bound = tl.where(place == block, _NEVER, bound)
+        reach = tl.max(bound)
+        block = tl.min(tl.where(bound == reach, place, _LAST))
+    return tl.where(held == _FULL, _NO_KEY, held)
+
+
+@triton.jit
+def _look(slot, block, limits, held):
+    token = tokens_of_block(slot, block)
+    x = scores(slot, token)
+    stays = (x > limits.cut) | ((x == limits.cut) & (token <= limits.last_id))
+    stays = stays & (x > _NEVER) & (x - limits.peak >= limits.least_gap)
+    bound = x
+    if slot.scale > 0:
+        bound = x + upper_bound(random_bits(slot.seed, slot.position, token))
+    bound = tl.where(stays, bound, _NEVER)
+    reach = tl.max(bound)
+    best = tl.min(tl.where(bound == reach, token, _LAST))
+    while _can_enter(slot, reach, best, held):
+        y = tl.max(tl.where(token == best, x, _NEVER))
+        if slot.scale > 0:
+            y += gumbel(random_bits(slot.seed, slot.position, best))
+        held = _insert(held, packed(y, best))
+        bound = tl.where(token == best, _NEVER, bound)
+        reach = tl.max(bound)
+        best = tl.min(tl.where(bound == reach, token, _LAST))
+    return held
+
+
+@triton.jit
+def _can_enter(slot, reach, first, held):
+    """Whether a token from `first` on whose bound is `reach` can be better than the worst held."""
+    worst = tl.min(held)
+    slack = 0.0
+    if slot.scale > 0:
+        slack = 2 * RATE_ERROR + (tl.abs(reach) + 23.0) * 1e-6  # the noise is below 23; x and sums round
+    value = packed_value(worst)  # NaN of no key
+    behind = (reach + slack < value) | ((reach + slack == value) & (first > packed_index(worst)))
+    return (reach > _NEVER) & ((worst == _NO_KEY) | (behind == 0))
+
+
+@triton.jit
+def _insert(held, key):
+    """In place of the worst, unless that is better."""
+    rank = tl.arange(0, _HELD)
+    worst = tl.min(held)
+    at = tl.min(tl.where(held == worst, rank, _HELD))
+    return tl.where((rank == at) & (key > worst), key, held)
+
+
+@triton.jit
+def list_blocks(listed, top, least, BLOCKS: tl.constexpr):
+    """Write the blocks whose largest x is at least `least`, in order; returns how many."""
+    place = tl.arange(0, BLOCKS)
+    chosen = ((top >= least) & (top > _NEVER)).to(tl.int32)
+    tl.debug_barrier()  # a list that is still read may be there
+    tl.store(listed + tl.cumsum(chosen, 0) - 1, place, mask=chosen != 0)
+    tl.debug_barrier()
+    return tl.sum(chosen)
+
+
+@triton.jit
+def listed_scores(slot, listed, n, first, N: tl.constexpr):
+    """Tokens and x, [N * 512] each, of blocks first..first + N - 1 of a list of n; x is -inf beyond the list."""
+    place = first + tl.arange(0, N)
+    block = tl.load(listed + place, mask=place < n, other=1 << 20)
+    token = tokens_of_blocks(slot, block, N)
+    return token, scores(slot, token)
