@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -138,3 +139,41 @@ def test_sample_narrows_until_few_tokens_are_left(values, monkeypatch):
     axes = {"B": 2, "T": 1, "V": 331, "values": values}
     for rows in ("top_k", "top_p", "all"):
         verify(make_case("sample", cases_of("sample").DEFAULTS, rows=rows, **axes), "triton", DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("extras", "values", "tree"), [("all", "ties", 1), ("mask", "normal", 0), ("none", "holes", 1)]
+)
+def test_sample_slices_merge_to_the_whole(extras, values, tree):
+    cases = cases_of("sample")
+    axes = {"B": 6, "T": 2, "V": 297, "rows": "mixed"}
+    case = make_case("sample", cases.DEFAULTS, **axes, extras=extras, values=values, tree=tree)
+    inputs = cases.make(case)
+    given = torch_inputs(case, inputs, DEVICE)
+    logits = given.pop("logits")
+    cuts = [0, 1, 6, 130, 296, 297]
+    parts = [sample_impl.partial(logits[..., a:b], **given, offset=a) for a, b in pairwise(cuts)]
+    cases.compare(case, to_numpy(sample_impl.merge(parts, **given)), run(case, inputs, "ref"))
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.05, 0.5])
+def test_sample_when_top_p_keeps_none_of_the_best_by_noise(top_p):
+    """Over nearly flat logits noise decides who is best, and few of those are kept: several rounds."""
+    cases, rng = cases_of("sample"), np.random.default_rng(1)
+    case = make_case("sample", cases.DEFAULTS, T=6, V=700, rows="top_p")
+    inputs = cases.make(case)
+    inputs["logits"] = rng.normal(0, 0.1, (1, 6, 700)).astype(np.float32)
+    inputs["params"] = replace(inputs["params"], top_p=np.full(1, top_p, np.float32))
+    cases.compare(case, run(case, inputs, "triton", DEVICE), run(case, inputs, "ref"))
+
+
+def test_sample_finds_the_cut_exactly_where_sums_leave_a_doubt():
+    """The weight before the second of two equal tokens is exactly the share to keep, and a hair more and less."""
+    cases = cases_of("sample")
+    case = make_case("sample", cases.DEFAULTS, T=6, V=2, rows="top_p")
+    inputs = cases.make(case)
+    inputs["logits"] = np.zeros((1, 6, 2), np.float32)
+    half = np.float32(0.5)
+    for top_p in (half, np.nextafter(half, np.float32(0)), np.nextafter(half, np.float32(1))):
+        inputs["params"] = replace(inputs["params"], top_p=np.full(1, top_p, np.float32))
+        cases.compare(case, run(case, inputs, "triton", DEVICE), run(case, inputs, "ref"))

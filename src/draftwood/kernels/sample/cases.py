@@ -16,6 +16,7 @@ DEFAULTS: dict[str, int | float | str] = {
     "T": 32,
     "V": 2048,
     "rows": "greedy",  # greedy, plain (temperature only), top_k, top_p, min_p, all (the three together), mixed
+    "p": 0.0,  # top_p of rows that have one; 0: one of several, 0 among them
     "extras": "none",  # none, penalties, bias, mask, all
     "values": "normal",  # ties: few distinct values; holes: NaN, infinities and a row of nothing else
     "tree": 0,  # 1: a random tree per row, else every slot is live
@@ -44,10 +45,12 @@ def small() -> list[Case]:
 
 def bench() -> list[Case]:
     return [
-        make_case(KERNEL, DEFAULTS, B=B, T=T, V=163840, rows=rows)
-        for B in (1, 8)
-        for T in (1, 32, 64)
-        for rows in ("greedy", "plain", "top_p")
+        make_case(KERNEL, DEFAULTS, B=B, T=T, V=163840, rows=rows, p=0.95)
+        for B, T, kinds in (
+            (1, 32, ("greedy", "plain", "top_p", "all")),
+            *((B, T, ("greedy", "plain", "top_p")) for B, T in ((1, 1), (1, 64), (8, 1), (8, 32), (8, 64))),
+        )
+        for rows in kinds
     ]
 
 
@@ -75,6 +78,7 @@ def _params(case: Case, rng: np.random.Generator) -> SampleParams:
     B, T, V = case["B"], case["T"], case["V"]
     kinds = np.array([_ROWS[b % len(_ROWS)] if case["rows"] == "mixed" else case["rows"] for b in range(B)])
     every = kinds == "all"
+    shares = np.full(B, case["p"]) if case["p"] > 0 else rng.choice([0.0, 0.5, 0.9, 0.99], B)
     f32 = np.float32
     extras: dict[str, np.ndarray] = {}
     if case["extras"] in ("penalties", "all"):
@@ -100,7 +104,7 @@ def _params(case: Case, rng: np.random.Generator) -> SampleParams:
     return SampleParams(
         temperature=np.where(kinds == "greedy", 0.0, rng.uniform(0.5, 2.0, B)).astype(f32),
         top_k=np.where(every | (kinds == "top_k"), rng.integers(1, 50, B), 0).astype(np.int32),
-        top_p=np.where(every | (kinds == "top_p"), rng.choice([0.0, 0.5, 0.9, 0.99], B), 1.0).astype(f32),
+        top_p=np.where(every | (kinds == "top_p"), shares, 1.0).astype(f32),
         log_min_p=np.where(every | (kinds == "min_p"), np.log(rng.uniform(0.01, 1.0, B)), -np.inf).astype(
             f32
         ),

@@ -127,8 +127,8 @@ def _below_top_k(top, k, peak):
 def _gather(slot, gathered, top, low, high, BLOCKS: tl.constexpr, CAPACITY: tl.constexpr):
     """Write the tokens in (low, high] while there is room; returns how many there are, i64."""
     blocks = list_blocks(gathered.blocks, top, low, BLOCKS)
-    n, first = 0, 0
-    while first < blocks:
+    n = tl.full([], 0, tl.int32)
+    for first in range(0, blocks, _CHUNK):
         token, x = listed_scores(slot, gathered.blocks, blocks, first, _CHUNK)
         inside = ((x > low) & (x <= high)).to(tl.int32)
         place = n + tl.cumsum(inside, 0) - 1
@@ -136,7 +136,6 @@ def _gather(slot, gathered, top, low, high, BLOCKS: tl.constexpr, CAPACITY: tl.c
         tl.store(gathered.x + place, x, mask=room)
         tl.store(gathered.token + place, token, mask=room)
         n += tl.sum(inside)
-        first += _CHUNK
     tl.debug_barrier()
     return n.to(tl.int64)
 

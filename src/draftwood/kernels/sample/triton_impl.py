@@ -1,4 +1,4 @@
-"""`sample` in Triton: three launches of fixed shape, whatever the parameters are."""
+"""`sample` in Triton: four launches of fixed shape, whatever the parameters are."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.ordering import unpack
 from draftwood.kernels.sample.logits import live_slots
 from draftwood.kernels.sample.params import SampleParams
-from draftwood.kernels.sample.triton_kernels import pick, settle, survey
+from draftwood.kernels.sample.triton_kernels import pick, settle, survey, weigh
 from draftwood.kernels.sample.triton_scores import STRIPES, TILE
 from draftwood.kernels.sample.triton_search import HELD
 from draftwood.tree import DraftTree
 
 _CAPACITY = 2048
 """Tokens among which a top-k cut is found without reading the row again."""
-_MOST_PARTS = 16
-_PROGRAMS = 512  # of `settle`, unless there are more rows
+_MOST_PARTS = 32
+_PROGRAMS = 1024  # of `weigh`, unless there are more rows
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # the contract's steps round one by one
 _NO_KEY = -(2**63)
 
@@ -38,18 +38,20 @@ class Partial:
 def sample(
     logits: Tensor, params: SampleParams, seed: Tensor, position: Tensor, tree: DraftTree | None = None
 ) -> tuple[Tensor, Tensor]:
-    B, T, _ = logits.shape
+    B, T, V = logits.shape
     choice, status = (torch.empty(s, dtype=torch.int32, device=logits.device) for s in ((B, T), (B,)))
     if B * T == 0:
         return choice, status.zero_()
-    common, between = _survey(logits, params, seed, position, tree, 0, status, None)
-    rows, filters = B * T, {"top_p": params.top_p, "log_min_p": params.log_min_p}
+    rows = B * T
+    arguments = _arguments(logits, params, seed, position, tree, 0)
+    arguments |= {"choice": choice, "status": status, "x_out": None, "winners": None}
     parts = min(_MOST_PARTS, triton.next_power_of_2(triton.cdiv(_PROGRAMS, rows)))
-    between |= {"choice": choice, "status": status, "CAPACITY": _CAPACITY, **filters}
-    weights, arrived = between.pop("weights"), between.pop("arrived")
-    pick[(rows,)](**common, **between, top_k=params.top_k, winners=None)
     before = torch.empty(rows, parts, HELD, dtype=torch.float32, device=logits.device)
-    settle[(rows, parts)](**common, **between, weights=weights, arrived=arrived, before=before, PARTS=parts)
+    arguments |= {"before": before, "PARTS": parts}
+    _launch(survey, (rows, _tiles(V, 0)), arguments)
+    _launch(pick, (rows,), arguments)
+    _launch(weigh, (rows, parts), arguments)
+    _launch(settle, (rows,), arguments)
     return choice, status
 
 
@@ -62,16 +64,15 @@ def partial(
     offset: int = 0,
 ) -> Partial:
     """Of logits [B, T, v], the slice from token `offset`; the other arguments are those of the whole vocabulary."""
-    key = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
-    x = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    if key.numel() == 0:
-        return Partial(key, x)
-    status = torch.empty(len(key), dtype=torch.int32, device=logits.device)
-    common, between = _survey(logits, params, seed, position, tree, offset, status, x)
-    del between["weights"], between["arrived"]
-    filters = {"top_k": params.top_k, "top_p": params.top_p, "log_min_p": params.log_min_p}
-    between |= {"choice": None, "status": status, "winners": key, "CAPACITY": _CAPACITY, **filters}
-    pick[(key.numel(),)](**common, **between)
+    (B, T, v), device = logits.shape, logits.device
+    key = torch.empty(B, T, dtype=torch.int64, device=device)
+    x = torch.empty(B, T, v, dtype=torch.float32, device=device)
+    if B * T > 0:
+        arguments = _arguments(logits, params, seed, position, tree, offset)
+        status = torch.empty(B, dtype=torch.int32, device=device)
+        arguments |= {"choice": None, "status": status, "x_out": x, "winners": key}
+        _launch(survey, (B * T, _tiles(v, offset)), arguments)
+        _launch(pick, (B * T,), arguments)
     return Partial(key, x)
 
 
@@ -90,7 +91,8 @@ def merge(
     key = torch.stack([p.key for p in partials]).amax(0)
     winner = unpack(key)[1].masked_fill(key == _NO_KEY, -1)
     choice = torch.where(filtered[:, None], choice, winner)
-    lacking = (choice < 0) & live_slots(tree, *choice.shape, choice.device)
+    B, T = position.shape
+    lacking = (choice < 0) & live_slots(tree, B, T, choice.device)
     return choice, lacking.any(1).int()
 
 
@@ -98,7 +100,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
     """See `draftwood.kernels.compile_case`."""
     cases = []
     V, blocks = 163840, 320
-    floats = (
+    floats: tuple[str, ...] = (
         "logits",
         "temperature",
         "top_p",
@@ -116,10 +118,11 @@ def compile_cases(capability: int) -> list[CompileCase]:
         for kernel, own in (
             (survey, {}),
             (pick, {"BLOCKS": 512, "CAPACITY": _CAPACITY}),
+            (weigh, {"BLOCKS": 512, "PARTS": _MOST_PARTS}),
             (settle, {"BLOCKS": 512, "CAPACITY": _CAPACITY, "PARTS": _MOST_PARTS}),
         ):
-            absent = {"x_out", "winners"} | (set() if every else set(_EXTRAS))
-            constexprs = {**own, **{n: None for n in kernel.arg_names if n in absent}}
+            absent = {"x_out", "winners", *(() if every else _EXTRAS)}
+            constexprs = {**own, **dict.fromkeys(n for n in kernel.arg_names if n in absent)}
             arguments: dict[str, str | int] = {
                 n: sizes.get(n, types.get(n, "*i32")) for n in kernel.arg_names if n not in constexprs
             }
@@ -128,24 +131,41 @@ def compile_cases(capability: int) -> list[CompileCase]:
     return cases
 
 
-def _survey(
+def _tiles(v: int, offset: int) -> int:
+    return -(-(offset % 4 + v) // TILE)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
+    """With those arguments that the kernel has."""
+    kernel[grid](**{name: arguments[name] for name in kernel.arg_names}, **_OPTIONS)
+
+
+def _arguments(
     logits: Tensor,
     params: SampleParams,
     seed: Tensor,
     position: Tensor,
     tree: DraftTree | None,
     offset: int,
-    status: Tensor,
-    x_out: Tensor | None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The first launch. Returns what all launches are given, and what the later ones are given besides."""
-    (B, T, v), device = logits.shape, logits.device
-    rows, tiles = B * T, triton.cdiv(offset % 4 + v, TILE)
+) -> dict[str, Any]:
+    """Inputs and scratch memory of the kernels."""
+    B, T, v = logits.shape
+    tiles = _tiles(v, offset)
     blocks = STRIPES * tiles
-    V = v if params.counts is None else params.counts.shape[1]
-    common: dict[str, Any] = {
+    V = v  # what the rows of `counts` and `mask_bits` are made for
+    if params.counts is not None:
+        V = params.counts.shape[1]
+    elif params.mask_bits is not None:
+        V = 32 * params.mask_bits.shape[2]
+    sizes = {"tops": blocks, "bounds": blocks, "weights": tiles, "gathered_x": _CAPACITY}
+    integers = {"listed": blocks, "n_listed": 1, "gathered_ids": _CAPACITY}
+    made = [(sizes, torch.float32), (integers, torch.int32), ({"held": HELD}, torch.int64)]
+    return {
         "logits": logits.contiguous(),
         "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "log_min_p": params.log_min_p,
         "seed": seed,
         "position": position.contiguous(),
         "T": T,
@@ -153,40 +173,16 @@ def _survey(
         "M": 0 if params.bias_ids is None else params.bias_ids.shape[1],
         "offset": offset,
         "v": v,
-        **_extras(params, tree),
-        **_OPTIONS,
-    }
-
-    def scratch(n: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(rows, n, dtype=dtype, device=device)
-
-    tops, bounds, weights = (scratch(n, torch.float32) for n in (blocks, blocks, tiles))
-    arrived = scratch(1, torch.int32)
-    filters = {"top_k": params.top_k, "top_p": params.top_p, "log_min_p": params.log_min_p}
-    survey[(rows, tiles)](
-        **common,
-        **filters,
-        tops=tops,
-        bounds=bounds,
-        weights=weights,
-        arrived=arrived,
-        status=status,
-        x_out=x_out,
-    )
-    between = {
-        "tops": tops,
-        "bounds": bounds,
-        "weights": weights,
-        "arrived": arrived,
-        "held": scratch(HELD, torch.int64),
-        "listed": scratch(blocks, torch.int32),
-        "n_listed": scratch(1, torch.int32),
-        "gathered_x": scratch(_CAPACITY, torch.float32),
-        "gathered_ids": scratch(_CAPACITY, torch.int32),
         "blocks": blocks,
         "BLOCKS": triton.next_power_of_2(blocks),
+        "CAPACITY": _CAPACITY,
+        **_extras(params, tree),
+        **{
+            name: torch.empty(B * T, n, dtype=dtype, device=logits.device)
+            for group, dtype in made
+            for name, n in group.items()
+        },
     }
-    return common, between
 
 
 _OF_PARAMS = (

@@ -1,12 +1,11 @@
-"""The device code of `sample`: three launches, of which rows without top-p need the first two.
+"""The device code of `sample`: four launches, of which rows without top-p need the first two.
 
 `survey` reads every logit once and leaves, per block of 512 tokens, the largest x and an upper bound of x + noise, and per
 tile the sum of exp(x). `pick` looks into blocks in the order of their bounds until no other can hold a better token. A
 top-k cut it finds exactly first, among the few tokens above the k-th largest block. Top-p alone cuts too far down for
 that, but the winner is the best token that it keeps, and the best of all is kept with probability top_p. So `pick` takes
-the three best; `settle`, many programs to a row, sums the weights before each, and the last to arrive tells whether
-one is kept. If none is, the search goes on among the tokens before them; if the fp32 sums can't tell, the cut is
-found exactly.
+the three best, `weigh`, many programs to a row, sums the weights before each, and `settle` tells whether one is
+kept. If none is, the search goes on among the tokens before them; if the fp32 sums can't tell, the cut is found exactly.
 
 x is the logit after step 4 of the contract.
 """
@@ -48,7 +47,6 @@ def survey(
     tops,  # [B * T, 4 tiles] f32
     bounds,
     weights,  # [B * T, tiles] f32, sums relative to the largest x of the tile
-    arrived,  # [B * T], set to 0
     status,  # [B], set to 0
     x_out,  # [B * T, v] f32 or None: x of rows with a filter
     T, V, M, offset, v,
@@ -60,10 +58,8 @@ def survey(
         tl.load(position + row), b, row % T, live_slots(b, n_slots, tree_status, T), T, V, M, repetition, presence,
         frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
     )  # fmt: skip
-    if tile == 0:
-        tl.store(arrived + row, 0)
-        if slot.t == 0:
-            tl.store(status + slot.b, 0)
+    if (slot.t == 0) & (tile == 0):
+        tl.store(status + slot.b, 0)
     if slot.t < slot.live:
         token = first_of_tile(slot, tile) + tl.arange(0, _TILE)
         x = processed(slot, token)
@@ -140,23 +136,16 @@ def pick(
 
 
 @triton.jit
-def settle(
+def weigh(
     logits, temperature, repetition, presence, frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits,
-    tokens, ancestors, n_slots, tree_status, seed, position, top_p, log_min_p,
+    tokens, ancestors, n_slots, tree_status, seed, position,
     tops,
-    bounds,
-    weights,
     held,
     listed,
     n_listed,
-    before,  # [B * T, PARTS, 4] f32, written and read here
-    arrived,
-    gathered_x,
-    gathered_ids,
-    choice,
-    status,
+    before,  # [B * T, PARTS, 4] f32, of rows to settle
     T, V, M, offset, v, blocks,
-    BLOCKS: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr,
+    BLOCKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     count = tl.load(n_listed + row)
@@ -168,37 +157,65 @@ def settle(
             frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
         )  # fmt: skip
         place, rank = tl.arange(0, BLOCKS), tl.arange(0, _HELD)
+        peak = tl.max(tl.load(tops + row * blocks + place, mask=place < blocks, other=_NEVER))
+        token, x = candidates(slot, tl.load(held + row * _HELD + rank))
+        run = (count + PARTS - 1) // PARTS
+        end = tl.minimum((part + 1) * run, count)
+        weight = weight_before(slot, listed + row * blocks, part * run, end, token, x, peak)
+        tl.store(before + (row * PARTS + part) * _HELD + rank, weight)
+
+
+@triton.jit
+def settle(
+    logits, temperature, repetition, presence, frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits,
+    tokens, ancestors, n_slots, tree_status, seed, position, top_p, log_min_p,
+    tops,
+    bounds,
+    weights,
+    held,
+    listed,
+    n_listed,
+    before,
+    gathered_x,
+    gathered_ids,
+    choice,
+    status,
+    T, V, M, offset, v, blocks,
+    BLOCKS: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(n_listed + row) >= 0:
+        b = row // T
+        slot = Slot(
+            logits + row * v - offset, offset, offset + v, tl.load(temperature + b), tl.load(seed + b),
+            tl.load(position + row), b, row % T, live_slots(b, n_slots, tree_status, T), T, V, M, repetition, presence,
+            frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
+        )  # fmt: skip
+        p, least_gap = tl.load(top_p + slot.b), tl.load(log_min_p + slot.b)
+        place, rank = tl.arange(0, BLOCKS), tl.arange(0, _HELD)
         top = tl.load(tops + row * blocks + place, mask=place < blocks, other=_NEVER)
+        bound = tl.load(bounds + row * blocks + place, mask=place < blocks, other=_NEVER)
         peak = tl.max(top)
         keys = tl.load(held + row * _HELD + rank)
-        token, x = candidates(slot, keys)
+        parts = (row * PARTS + tl.arange(0, PARTS)[:, None]) * _HELD + rank[None, :]
+        tile = tl.arange(0, BLOCKS // _STRIPES)
+        tile_top = tl.max(tl.reshape(top, [BLOCKS // _STRIPES, _STRIPES]), 1)
+        weight = tl.load(
+            weights + row * (blocks // _STRIPES) + tile, mask=tile * _STRIPES < blocks, other=0.0
+        )
+        all_weight = tl.sum(tl.where(tile_top > _NEVER, weight * tl.exp(tile_top - peak), 0.0))
+        best, doubt = verdict(keys, tl.sum(tl.load(before + parts), 0), all_weight, p)
         own = listed + row * blocks
-        mine = weight_before(slot, own, count, part, PARTS, token, x, peak)
-        tl.store(before + (row * PARTS + part) * _HELD + rank, mine)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + row, 1, sem="acq_rel") == PARTS - 1:
-            p, least_gap = tl.load(top_p + slot.b), tl.load(log_min_p + slot.b)
-            parts = (row * PARTS + tl.arange(0, PARTS)[:, None]) * _HELD + rank[None, :]
-            tile_top = tl.max(tl.reshape(top, [BLOCKS // _STRIPES, _STRIPES]), 1)
-            tile = tl.arange(0, BLOCKS // _STRIPES)
-            weight = tl.load(
-                weights + row * (blocks // _STRIPES) + tile, mask=tile * _STRIPES < blocks, other=0.0
-            )
-            all_weight = tl.sum(tl.where(tile_top > _NEVER, weight * tl.exp(tile_top - peak), 0.0))
-            best, doubt = verdict(keys, tl.sum(tl.load(before + parts), 0), all_weight, p)
-            bound = tl.load(bounds + row * blocks + place, mask=place < blocks, other=_NEVER)
-            while (best == _NO_KEY) & (doubt == 0) & (tl.max(keys) > _NO_KEY):
-                cut, last_id = foremost(token, x)
-                keys = search(slot, top, bound, Limits(cut, last_id - 1, peak, least_gap), _WANTED, BLOCKS)
-                token, x = candidates(slot, keys)
-                count = list_blocks(own, top, tl.min(x), BLOCKS)
-                best, doubt = verdict(
-                    keys, weight_before(slot, own, count, 0, 1, token, x, peak), all_weight, p
-                )
-            if doubt:
-                room = Gathered(gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY, own)
-                cut, last_id = find_cut(slot, top, room, 0, p, peak, BLOCKS, CAPACITY)
-                best = tl.max(search(slot, top, bound, Limits(cut, last_id, peak, least_gap), 1, BLOCKS))
-            tl.store(choice + row, tl.where(best > _NO_KEY, packed_index(best), -1))
-            if best == _NO_KEY:
-                tl.atomic_max(status + slot.b, 1)
+        while (best == _NO_KEY) & (doubt == 0) & (tl.max(keys) > _NO_KEY):
+            cut, after = foremost(*candidates(slot, keys))
+            keys = search(slot, top, bound, Limits(cut, after - 1, peak, least_gap), _WANTED, BLOCKS)
+            token, x = candidates(slot, keys)
+            count = list_blocks(own, top, tl.min(x), BLOCKS)
+            best, doubt = verdict(keys, weight_before(slot, own, 0, count, token, x, peak), all_weight, p)
+        if doubt:
+            room = Gathered(gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY, own)
+            cut, last_id = find_cut(slot, top, room, 0, p, peak, BLOCKS, CAPACITY)
+            best = tl.max(search(slot, top, bound, Limits(cut, last_id, peak, least_gap), 1, BLOCKS))
+        tl.store(choice + row, tl.where(best > _NO_KEY, packed_index(best), -1))
+        if best == _NO_KEY:
+            tl.atomic_max(status + slot.b, 1)

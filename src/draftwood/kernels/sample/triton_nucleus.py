@@ -9,13 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftwood.kernels.sample.triton_scores import scores
+from draftwood.kernels.sample.triton_scores import BLOCK, scores
 from draftwood.kernels.sample.triton_search import HELD, listed_scores
 from draftwood.kernels.triton_ops import packed_index
 
-CHUNK = 2  # blocks at a time
-
-_CHUNK = tl.constexpr(CHUNK)
+_CHUNK = tl.constexpr(2)  # blocks at a time
+_BLOCK = tl.constexpr(BLOCK)
 _HELD = tl.constexpr(HELD)
 _ERROR = tl.constexpr(2.0**-14)
 _NEVER = tl.constexpr(float("-inf"))
@@ -32,17 +31,15 @@ def candidates(slot, held):
 
 
 @triton.jit
-def weight_before(slot, listed, n, part, parts, token, x, peak):
-    """[4] f32: sum of exp(x' - peak) over a part of the listed blocks' tokens that come before each candidate."""
-    total = tl.zeros([_HELD, _CHUNK * 512], tl.float32)
-    first = part * _CHUNK
-    while first < n:
-        other, x_other = listed_scores(slot, listed, n, first, _CHUNK)
+def weight_before(slot, listed, start, end, token, x, peak):
+    """[4] f32: sum of exp(x' - peak) over those tokens of blocks start..end - 1 of a list that come before each candidate."""
+    total = tl.zeros([_HELD, _CHUNK * _BLOCK], tl.float32)
+    for first in range(start, end, _CHUNK):
+        other, x_other = listed_scores(slot, listed, end, first, _CHUNK)
         weight = tl.exp(x_other - peak)
         before = x_other[None, :] > x[:, None]
         before = before | ((x_other[None, :] == x[:, None]) & (other[None, :] < token[:, None]))
         total += tl.where(before, weight[None, :], 0.0)
-        first += parts * _CHUNK
     return tl.sum(total, 1)
 
 

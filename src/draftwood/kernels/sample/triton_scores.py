@@ -14,12 +14,13 @@ import triton.language as tl
 TILE = 2048
 STRIPE = 128
 STRIPES = 4  # in a quarter of a tile, and blocks in a tile
+BLOCK = TILE // STRIPES
 
 _TILE = tl.constexpr(TILE)
 _STRIPE = tl.constexpr(STRIPE)
 _STRIPES = tl.constexpr(STRIPES)
 _QUARTER = tl.constexpr(STRIPE * STRIPES)
-_BLOCK = tl.constexpr(TILE // STRIPES)
+_BLOCK = tl.constexpr(BLOCK)
 _NEVER = tl.constexpr(float("-inf"))
 
 
