@@ -127,7 +127,8 @@ def target_shapes(c: dict) -> dict[str, tuple[int, ...]]:
             continue
         shapes[m + "gate.weight"] = (c["n_routed_experts"], d)
         shapes[m + "gate.e_score_correction_bias"] = (c["n_routed_experts"],)
-        shapes |= _mlp(m + "shared_experts.", d, c["moe_intermediate_size"] * c["n_shared_experts"])
+        if c["n_shared_experts"]:
+            shapes |= _mlp(m + "shared_experts.", d, c["moe_intermediate_size"] * c["n_shared_experts"])
         for e in range(c["n_routed_experts"]):
             shapes |= _mlp(f"{m}experts.{e}.", d, c["moe_intermediate_size"])
     return shapes

@@ -29,6 +29,7 @@ from draftwood.engine.stops import StopStrings
 from draftwood.kernels import load_kernels
 from draftwood.models.drafter import Drafter
 from draftwood.models.folder import resolve
+from draftwood.models.layers import pack
 from draftwood.models.target import Target, TreeBatch
 from draftwood.models.tokenizer import StreamDecoder, Tokenizer
 from draftwood.round import Drafting, Stages
@@ -75,6 +76,7 @@ class LLM:
         folder = resolve(model)
         self.tokenizer = Tokenizer.from_folder(folder)
         self.target = Target.from_folder(folder, dtype=self.dtype, device=self.device, kernels=self.kernels)
+        pack(self.target)
         self.max_context = self._max_context()
         pages_per_request = -(-self.max_context // self.config.page_size)
         self.allocator = PageAllocator(self.config.n_pages or self.config.max_batch * pages_per_request)
@@ -241,6 +243,7 @@ class LLM:
         drafter = Drafter.from_folder(
             folder, target=self.target, dtype=self.dtype, device=self.device, kernels=self.kernels
         )
+        pack(drafter)
         context = DraftContext.allocate(
             drafter.config.num_hidden_layers,
             self.allocator.n_pages,

@@ -7,6 +7,7 @@ on nothing else: they are made once per token and kept in pages. Source: DFlash,
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 from draftwood.kernels.registry import Kernels
 from draftwood.models.drafter_config import DrafterConfig, LayerAttention
-from draftwood.models.layers import MLP, frozen, matrix, rms_norm
+from draftwood.models.layers import MLP, Matrix, Packable, frozen, matrix, rms_norm
+from draftwood.models.packed import PackedMatrix
 from draftwood.models.rope import Rotary, YarnRule, rotate
 from draftwood.models.target import Target
 from draftwood.models.weights import Take, Weights
@@ -25,8 +27,36 @@ Context = tuple[Tensor, Tensor, Tensor, Tensor]
 """What a layer attends to, as `draft_attn` takes it: k_pages, v_pages, page_table, context_len."""
 
 
+class Projections(Packable):
+    """Query, key and value weights of all layers: a layer's own product, and all layers' keys and values at once."""
+
+    def __init__(self, weight: Tensor, query_rows: int) -> None:
+        """weight: [Ld, query_rows + key and value rows, d]."""
+        super().__init__()
+        self.weight = matrix(weight)
+        self.n_layers, self.query_rows = len(weight), query_rows
+        self.packed: tuple[list[PackedMatrix], PackedMatrix] | None = None
+
+    def pack(self) -> None:
+        layers = [packed for w in self.weight if (packed := PackedMatrix.of(w)) is not None]
+        kv = PackedMatrix.of(self.weight[:, self.query_rows :].flatten(0, 1))
+        if kv is not None and len(layers) == self.n_layers:
+            self.packed = (layers, kv)
+            del self.weight
+
+    def layer(self, i: int, x: Tensor) -> Tensor:
+        """x [..., d] -> [..., query, key and value rows] of layer i."""
+        return F.linear(x, self.weight[i]) if self.packed is None else self.packed[0][i](x)
+
+    def keys_and_values(self, x: Tensor) -> Tensor:
+        """x [N, d] -> [Ld, N, key and value rows]."""
+        if self.packed is None:
+            return torch.matmul(x, self.weight[:, self.query_rows :].transpose(1, 2))
+        return self.packed[1](x).view(len(x), self.n_layers, -1).transpose(0, 1)
+
+
 class DraftLayer(nn.Module):
-    """One layer; its key and value weights are in the drafter, which makes the context of all layers at once."""
+    """One layer; its query, key and value weights are in the drafter's `Projections`."""
 
     def __init__(self, config: DrafterConfig, sees: LayerAttention, kernels: Kernels, take: Take) -> None:
         super().__init__()
@@ -37,20 +67,26 @@ class DraftLayer(nn.Module):
         self.attention_norm = frozen(take("input_layernorm.weight", d))
         self.mlp_norm = frozen(take("post_attention_layernorm.weight", d))
         self.q_norm = frozen(take("self_attn.q_norm.weight", config.head_dim))
-        self.o = matrix(take("self_attn.o_proj.weight", d, config.num_attention_heads * config.head_dim))
+        self.o = Matrix(take("self_attn.o_proj.weight", d, config.num_attention_heads * config.head_dim))
         self.mlp = MLP(d, config.intermediate_size, take.under("mlp"))
 
     def forward(
-        self, x: Tensor, qkv: Tensor, k_norm: Tensor, cos: Tensor, sin: Tensor, context: Context
+        self,
+        x: Tensor,
+        project: Callable[[Tensor], Tensor],
+        k_norm: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        context: Context,
     ) -> Tensor:
         """x [B, S, d] -> [B, S, d]."""
         h = rms_norm(x, self.attention_norm, self.eps)
-        q, k, v = F.linear(h, qkv).view(*x.shape[:2], -1, self.head_dim).split(self.heads, -2)
+        q, k, v = project(h).view(*x.shape[:2], -1, self.head_dim).split(self.heads, -2)
         q = rotate(rms_norm(q, self.q_norm, self.eps), cos, sin)
         k = rotate(rms_norm(k, k_norm, self.eps), cos, sin)
         scale = self.head_dim**-0.5
         o = self.attend(q, *context, k, v, scale, causal=self.sees.causal, window=self.sees.window)
-        x = x + F.linear(o.flatten(-2), self.o)
+        x = x + self.o(o.flatten(-2))
         y: Tensor = self.mlp(rms_norm(x, self.mlp_norm, self.eps))
         return x + y
 
@@ -75,7 +111,7 @@ class Drafter(nn.Module):
         self.yarn_rule, self.yarn_reason = config.yarn_rule if yarn_rule is None else (yarn_rule, "asked for")
         d, hd, L = config.hidden_size, config.head_dim, config.num_hidden_layers
         q, kv = config.num_attention_heads * hd, config.num_key_value_heads * hd
-        self.fc = matrix(take("fc.weight", d, len(config.target_layer_ids) * d))
+        self.fc = Matrix(take("fc.weight", d, len(config.target_layer_ids) * d))
         self.context_norm = frozen(take("hidden_norm.weight", d))
         self.norm = frozen(take("norm.weight", d))
         scopes = [take.under(f"layers.{i}") for i in range(L)]
@@ -83,7 +119,7 @@ class Drafter(nn.Module):
         for weight, scope in zip(qkv, scopes, strict=True):
             for name, rows in zip("qkv", weight.split((q, kv, kv)), strict=True):
                 rows.copy_(scope(f"self_attn.{name}_proj.weight", len(rows), d))
-        self.qkv = matrix(qkv)
+        self.qkv = Projections(qkv, q)
         self.k_norm = frozen(torch.stack([scope("self_attn.k_norm.weight", hd) for scope in scopes]))
         self.layers = nn.ModuleList(
             DraftLayer(config, sees, kernels, scope)
@@ -123,10 +159,10 @@ class Drafter(nn.Module):
             k, v: each [Ld, B, N, Hkv, hd]. A token's rows depend on that token alone, so any chunking will do.
         """
         c = self.config
-        x = rms_norm(F.linear(features.to(self.fc.dtype), self.fc), self.context_norm, c.rms_norm_eps)
-        kv_weight = self.qkv[:, c.num_attention_heads * c.head_dim :]  # [Ld, 2 Hkv hd, d]
-        kv = torch.matmul(x.flatten(0, 1), kv_weight.transpose(1, 2))
-        kv = kv.view(len(self.layers), *positions.shape, 2 * c.num_key_value_heads, c.head_dim)
+        x = rms_norm(self.fc(features.to(self.norm.dtype)), self.context_norm, c.rms_norm_eps)
+        kv = self.qkv.keys_and_values(x.flatten(0, 1)).reshape(
+            len(self.layers), *positions.shape, 2 * c.num_key_value_heads, c.head_dim
+        )
         k, v = kv.chunk(2, -2)
         k = F.rms_norm(k, k.shape[-1:], None, c.rms_norm_eps) * self.k_norm[:, None, None, None]
         return rotate(k, *self.rotary(positions, k.dtype)), v
@@ -168,7 +204,7 @@ class Drafter(nn.Module):
         x = embed(tokens).to(self.norm.dtype)
         for i, layer in enumerate(self.layers):
             context = (k_pages[i], v_pages[i], page_table, context_len)
-            x = layer(x, self.qkv[i], self.k_norm[i], cos, sin, context)
+            x = layer(x, partial(self.qkv.layer, i), self.k_norm[i], cos, sin, context)
         return rms_norm(x[:, 1:], self.norm, c.rms_norm_eps)
 
 

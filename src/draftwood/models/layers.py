@@ -1,4 +1,4 @@
-"""The pieces that target and drafter share: RMSNorm, the SwiGLU block, and frozen parameters."""
+"""The pieces that target and drafter share: RMSNorm, matrices, the SwiGLU block, and frozen parameters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from draftwood.models.packed import PackedMatrix
 from draftwood.models.weights import Take
 
 
@@ -38,15 +39,48 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x * scale).to(x.dtype) * weight
 
 
+class Packable(nn.Module):
+    """A module that has a form for decoding only: faster, without the parameters it was made from."""
+
+    def pack(self) -> None:
+        """Take that form, if there is one for these weights on this device; the results stay the same."""
+        raise NotImplementedError
+
+
+def pack(model: nn.Module) -> None:
+    """`Packable.pack` everything in a model, once; it can then be neither trained nor saved."""
+    for module in model.modules():
+        if isinstance(module, Packable):
+            module.pack()
+
+
+class Matrix(Packable):
+    """x [..., in] -> x W^T for a frozen weight W [out, in]; a parameter given as the weight is shared."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight if isinstance(weight, nn.Parameter) else matrix(weight)
+        self.packed: PackedMatrix | None = None
+
+    def pack(self) -> None:
+        self.packed = PackedMatrix.of(self.weight)
+        if self.packed is not None:
+            del self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight) if self.packed is None else self.packed(x)
+
+
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)); gate and up are one matrix [2 I, d]."""
 
     def __init__(self, hidden: int, inner: int, take: Take) -> None:
         super().__init__()
         gate = take("gate_proj.weight", inner, hidden)
-        self.gate_up = matrix(torch.cat((gate, take("up_proj.weight", inner, hidden))))
-        self.down = matrix(take("down_proj.weight", hidden, inner))
+        self.gate_up = Matrix(torch.cat((gate, take("up_proj.weight", inner, hidden))))
+        self.down = Matrix(take("down_proj.weight", hidden, inner))
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.gate_up).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, self.down)
+        gate, up = self.gate_up(x).chunk(2, -1)
+        y: Tensor = self.down(F.silu(gate) * up)
+        return y

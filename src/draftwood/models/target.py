@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from draftwood.kernels.moe.torch_impl import route
 from draftwood.kernels.registry import Kernels
 from draftwood.kernels.verify_attn import for_layers
 from draftwood.models.config import REFERENCE_INNER_NORM_EPS, TargetConfig
-from draftwood.models.layers import MLP, frozen, matrix, rms_norm
+from draftwood.models.dense_experts import DenseExperts, most_rows
+from draftwood.models.layers import MLP, Matrix, Packable, frozen, matrix, rms_norm
 from draftwood.models.rope import Rotary, rotate
 from draftwood.models.weights import Progress, Take, Weights
 
@@ -65,21 +67,21 @@ class MLA(nn.Module):
             q = take("q_a_proj.weight", Q, d)
             self.widths = (Q, P, R)
             self.q_norm = frozen(take("q_a_layernorm.weight", Q))
-            self.q_b = matrix(torch.cat(_nope_and_rope(take("q_b_proj.weight", H * (N + P), Q), H, P)))
-        self.qkv_a = matrix(torch.cat((q, k_rope, latent)))
+            self.q_b = Matrix(torch.cat(_nope_and_rope(take("q_b_proj.weight", H * (N + P), Q), H, P)))
+        self.qkv_a = Matrix(torch.cat((q, k_rope, latent)))
         w_uk, w_uv = take("kv_b_proj.weight", H * (N + V), R).view(H, N + V, R).split((N, V), 1)
         self.w_uk = frozen(w_uk.contiguous())  # [H, N, R]
         self.w_uv = frozen(w_uv.transpose(1, 2).contiguous())  # [H, R, V]
-        self.o = matrix(take("o_proj.weight", d, H * V))
+        self.o = Matrix(take("o_proj.weight", d, H * V))
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, attend: Attend, latents: Tensor
     ) -> Tensor:
         """x [B T, d] -> [B T, d]; fills `latents` [B, T, C] of this layer."""
         H, N, R, P = self.shape
-        q_nope, ropes, latent = F.linear(x, self.qkv_a).split_with_sizes(self.widths, -1)
+        q_nope, ropes, latent = self.qkv_a(x).split_with_sizes(self.widths, -1)
         if self.has_q_lora:
-            q = F.linear(rms_norm(q_nope, self.q_norm, self.norm_eps), self.q_b)
+            q = self.q_b(rms_norm(q_nope, self.q_norm, self.norm_eps))
             q_nope, q_rope = q.split_with_sizes((H * N, H * P), -1)
             ropes = torch.cat((q_rope, ropes), -1)
         ropes = rotate(ropes.view(-1, H + 1, P), cos, sin)  # of every head's query, then of the key
@@ -90,15 +92,19 @@ class MLA(nn.Module):
         q = torch.cat((q_latent.transpose(0, 1), ropes[:, :H]), -1)
         o = attend(q.view(*latents.shape[:2], H, R + P), pages, latents, self.scale, value_dim=R)
         o = torch.bmm(o.view(-1, H, R).transpose(0, 1), self.w_uv)  # [H, B T, V]
-        return F.linear(o.transpose(0, 1).flatten(1), self.o)
+        y: Tensor = self.o(o.transpose(0, 1).flatten(1))
+        return y
 
 
-class MoE(nn.Module):
-    """Routed experts through the `moe` kernel, plus the shared ones, which are not scaled."""
+class MoE(Packable):
+    """Routed experts through the `moe` kernel, plus the shared ones, which are not scaled.
+
+    Packed, and for few rows, all of them at once: see `DenseExperts`.
+    """
 
     def __init__(self, config: TargetConfig, kernels: Kernels, take: Take) -> None:
         super().__init__()
-        self.config, self.experts = config, kernels.moe
+        self.experts = kernels.moe
         E, d, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
         self.gate_up, self.down = map(matrix, _stack_experts(E, d, inner, take.under("experts")))
         # The router stays in fp32 (fp64 in an fp64 model): near ties decide which experts run.
@@ -107,22 +113,27 @@ class MoE(nn.Module):
         self.bias = frozen(take("gate.e_score_correction_bias", E, dtype=torch.float32))
         n_shared = config.n_shared_experts or 0
         self.shared = MLP(d, inner * n_shared, take.under("shared_experts")) if n_shared else None
+        self.routing: dict[str, Any] = {
+            "top_k": config.num_experts_per_tok,
+            "n_group": config.n_group,
+            "topk_group": config.topk_group,
+            "norm_topk_prob": config.norm_topk_prob,
+            "scaling": config.routed_scaling_factor,
+        }
+        self.dense: DenseExperts | None = None
+        self.dense_rows = 0
+
+    def pack(self) -> None:
+        self.dense_rows = most_rows(len(self.router), self.routing["top_k"])
+        if self.dense_rows > 0:
+            shared = None if self.shared is None else (self.shared.gate_up.weight, self.shared.down.weight)
+            self.dense = DenseExperts.of(self.gate_up, self.down, shared)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, d] -> [N, d]."""
-        c = self.config
-        routed: Tensor = self.experts(
-            x,
-            self.router,
-            self.bias,
-            self.gate_up,
-            self.down,
-            top_k=c.num_experts_per_tok,
-            n_group=c.n_group,
-            topk_group=c.topk_group,
-            norm_topk_prob=c.norm_topk_prob,
-            scaling=c.routed_scaling_factor,
-        )
+        if self.dense is not None and len(x) <= self.dense_rows:
+            return self.dense(x, *route(x, self.router, self.bias, **self.routing))
+        routed: Tensor = self.experts(x, self.router, self.bias, self.gate_up, self.down, **self.routing)
         return routed if self.shared is None else routed + self.shared(x)
 
 
@@ -162,7 +173,7 @@ class Target(nn.Module):
             for i in range(config.num_hidden_layers)
         )
         self.norm = frozen(take("model.norm.weight", d))
-        self.head = self.embedding if config.tie_word_embeddings else matrix(take("lm_head.weight", V, d))
+        self.head = Matrix(self.embedding if config.tie_word_embeddings else take("lm_head.weight", V, d))
         self.rotary = Rotary(config.rope, config.qk_rope_head_dim, config.rope.amplitude(), device)
 
     @classmethod
@@ -223,7 +234,8 @@ class Target(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d], after the final norm -> [..., V] f32."""
-        return F.linear(hidden, self.head).float()
+        logits: Tensor = self.head(hidden)
+        return logits.float()
 
 
 def own_name(name: str, config: TargetConfig) -> str | None:

@@ -130,7 +130,7 @@ def make_batch(
 def batch_loss(drafter: Drafter, target: Target, batch: Batch) -> tuple[Tensor, Tensor]:
     """The loss, and which labels were the first choice: [n, A, D] bool."""
     hidden = draft(drafter, target, batch.ids, batch.features, batch.blocks.anchors)
-    logits = F.linear(hidden, target.head.to(hidden.dtype))
+    logits = F.linear(hidden, target.head.weight.to(hidden.dtype))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     right = logits.detach().argmax(-1) == batch.blocks.labels
     if batch.teacher is None:

@@ -109,25 +109,25 @@ def published_tensors(drafter: Drafter) -> dict[str, Tensor]:
     c = drafter.config
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     tensors: dict[str, Tensor] = {
-        "fc.weight": drafter.fc,
+        "fc.weight": drafter.fc.weight,
         "hidden_norm.weight": drafter.context_norm,
         "norm.weight": drafter.norm,
     }
     for i, layer in enumerate(drafter.layers):
         assert isinstance(layer, DraftLayer)
         name = f"layers.{i}."
-        for part, rows in zip("qkv", drafter.qkv[i].split((q, kv, kv)), strict=True):
+        for part, rows in zip("qkv", drafter.qkv.weight[i].split((q, kv, kv)), strict=True):
             tensors[f"{name}self_attn.{part}_proj.weight"] = rows
-        gate, up = layer.mlp.gate_up.chunk(2)
+        gate, up = layer.mlp.gate_up.weight.chunk(2)
         tensors |= {
             name + "input_layernorm.weight": layer.attention_norm,
             name + "post_attention_layernorm.weight": layer.mlp_norm,
             name + "self_attn.q_norm.weight": layer.q_norm,
             name + "self_attn.k_norm.weight": drafter.k_norm[i],
-            name + "self_attn.o_proj.weight": layer.o,
+            name + "self_attn.o_proj.weight": layer.o.weight,
             name + "mlp.gate_proj.weight": gate,
             name + "mlp.up_proj.weight": up,
-            name + "mlp.down_proj.weight": layer.mlp.down,
+            name + "mlp.down_proj.weight": layer.mlp.down.weight,
         }
     return {k: v.detach().cpu().bfloat16().contiguous() for k, v in tensors.items()}
 
