@@ -18,9 +18,7 @@ _UNIT = tl.constexpr(2.0**-32)
 @triton.jit
 def random_bits(seed, position, token):
     """u32 of the i32 tokens; seed i64 and position i32 are scalars or broadcast with them."""
-    block = (token // 4).to(tl.uint32)
-    zero = block * 0
-    w0, w1, w2, w3 = tl.philox(seed, block, zero + position.to(tl.uint32), zero, zero)
+    w0, w1, w2, w3 = _philox(seed, position, (token // 4).to(tl.uint32))
     word = token % 4
     return tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
 
@@ -28,10 +26,22 @@ def random_bits(seed, position, token):
 @triton.jit
 def tile_bits(seed, position, first, SIZE: tl.constexpr):
     """[SIZE] u32: `random_bits` of the tokens first..first + SIZE - 1; first and SIZE are multiples of 4."""
-    block = (first // 4 + tl.arange(0, SIZE // 4)).to(tl.uint32)
-    zero = block * 0
-    w0, w1, w2, w3 = tl.philox(seed, block, zero + position.to(tl.uint32), zero, zero)
+    w0, w1, w2, w3 = _philox(seed, position, (first // 4 + tl.arange(0, SIZE // 4)).to(tl.uint32))
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [SIZE])
+
+
+@triton.jit
+def _philox(seed, position, block):
+    """The four u32 words of Philox4x32-10. A 64-bit product is one instruction where its halves would be two."""
+    k0, k1 = (seed & 0xFFFFFFFF).to(tl.uint32), (seed >> 32).to(tl.uint32)
+    c0, c2 = block, block * 0
+    c1, c3 = c2 + position.to(tl.uint32), c2
+    for _ in tl.static_range(10):
+        p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c2 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = p1.to(tl.uint32), p0.to(tl.uint32)
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
 
 
 @triton.jit
@@ -52,9 +62,11 @@ def approximate_rate(bits):
 
 @triton.jit
 def upper_bound(bits):
-    """f32 -log(v), never below the noise by more than `RATE_ERROR`, and close to it where it is large.
+    """f32, never below the noise by more than `RATE_ERROR`, and at most 0.06 above it where it is large, but for 2^-20.
 
-    v is rounded down to 23 bits, by way of the floats in 1..2, and to no less than 2^-33, its least value.
+    It is -log(v) with v rounded down to 23 bits, by way of the floats in 1..2, and to no less than 2^-33; and the
+    logarithm is the chord through powers of two, which the bits of a float give.
     """
     v = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
-    return tl.log2(tl.maximum(v, 1.1641532182693481e-10)) * -0.6931472
+    v = tl.maximum(v, 1.1641532182693481e-10)
+    return (0x3F800000 - v.to(tl.int32, bitcast=True)).to(tl.float32) * 8.262958e-08  # log(2) / 2^23

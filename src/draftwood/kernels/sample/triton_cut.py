@@ -18,7 +18,7 @@ from draftwood.kernels.sample.triton_search import list_blocks, listed_scores
 from draftwood.kernels.triton_ops import from_ordered, ordered
 
 _THRESHOLDS = tl.constexpr(16)
-_STEP = tl.constexpr(128)  # tokens compared with all thresholds at a time
+_STEP = tl.constexpr(64)  # tokens compared with all thresholds at a time
 _CHUNK = tl.constexpr(2)  # blocks gathered at a time
 _NEVER = tl.constexpr(float("-inf"))
 _LOWEST = tl.constexpr(-3.4028234663852886e38)

@@ -19,7 +19,7 @@ from draftwood.kernels.sample.triton_scores import STRIPES, TILE
 from draftwood.kernels.sample.triton_search import HELD
 from draftwood.tree import DraftTree
 
-_CAPACITY = 2048
+_CAPACITY = 1024
 """Tokens among which a top-k cut is found without reading the row again."""
 _MOST_PARTS = 32
 _PROGRAMS = 1024  # of `weigh`, unless there are more rows
