@@ -35,21 +35,20 @@ class Bracket(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Room for CAPACITY tokens of a row, and for the list of its blocks."""
+    """A row's blocks, and room for CAPACITY of its tokens and for a list of blocks."""
 
+    tops: Any  # the largest x of each block
+    n_blocks: Any
+    listed: Any
     x: Any
     token: Any
-    blocks: Any
 
 
 @triton.jit
-def find_cut(slot, top, gathered, k, p, peak, BLOCKS: tl.constexpr, CAPACITY: tl.constexpr):
-    """The smallest x that top-k and top-p keep, and the largest id kept among the tokens that have it.
-
-    top [BLOCKS]: the largest x of each block.
-    """
-    low = _below_top_k(top, k, peak)
-    n = _gather(slot, gathered, top, low, peak, BLOCKS, CAPACITY)
+def find_cut(slot, gathered, k, p, peak, BLOCKS: tl.constexpr, CAPACITY: tl.constexpr):
+    """The smallest x that top-k and top-p keep, and the largest id kept among the tokens that have it."""
+    low = _below_top_k(_tops(gathered, BLOCKS), k, peak)
+    n = _gather(slot, gathered, low, peak, BLOCKS, CAPACITY)
     few = n <= CAPACITY
     zero = tl.full([], 0, tl.int64)
     bracket = Bracket(low, peak, n, zero, zero)
@@ -69,9 +68,7 @@ def find_cut(slot, top, gathered, k, p, peak, BLOCKS: tl.constexpr, CAPACITY: tl
         counts = by_weight == 0
         if tl.where(counts, by_number, p < 1):
             target = tl.where(counts, k, _mass(p, all_weight))
-            bracket, ties = _close(
-                slot, top, bracket, gathered, few, n, peak, counts, target, BLOCKS, CAPACITY
-            )
+            bracket, ties = _close(slot, bracket, gathered, few, n, peak, counts, target, BLOCKS, CAPACITY)
             at_cut = weight_of(bracket.high, peak)
             unit = tl.where(counts, 1, at_cut)
             stay = (target - tl.where(counts, bracket.n_high, bracket.w_high) + unit - 1) // unit
@@ -104,6 +101,12 @@ def _mass(p, weight):
 
 
 @triton.jit
+def _tops(gathered, BLOCKS: tl.constexpr):
+    place = tl.arange(0, BLOCKS)
+    return tl.load(gathered.tops + place, mask=place < gathered.n_blocks, other=_NEVER)
+
+
+@triton.jit
 def _below_top_k(top, k, peak):
     """A float with at least k tokens above it, few more if all is well; -inf without top-k.
 
@@ -124,12 +127,12 @@ def _below_top_k(top, k, peak):
 
 
 @triton.jit
-def _gather(slot, gathered, top, low, high, BLOCKS: tl.constexpr, CAPACITY: tl.constexpr):
+def _gather(slot, gathered, low, high, BLOCKS: tl.constexpr, CAPACITY: tl.constexpr):
     """Write the tokens in (low, high] while there is room; returns how many there are, i64."""
-    blocks = list_blocks(gathered.blocks, top, low, BLOCKS)
+    blocks = list_blocks(gathered.listed, _tops(gathered, BLOCKS), low, BLOCKS)
     n = tl.full([], 0, tl.int32)
     for first in range(0, blocks, _CHUNK):
-        token, x = listed_scores(slot, gathered.blocks, blocks, first, _CHUNK)
+        token, x = listed_scores(slot, gathered.listed, blocks, first, _CHUNK)
         inside = ((x > low) & (x <= high)).to(tl.int32)
         place = n + tl.cumsum(inside, 0) - 1
         room = (inside != 0) & (place < CAPACITY)
@@ -148,7 +151,7 @@ def _gathered_x(gathered, n, CAPACITY: tl.constexpr):
 
 @triton.jit
 def _close(
-    slot, top, bracket, gathered, few, n, peak, by_number, target, BLOCKS: tl.constexpr, CAPACITY: tl.constexpr
+    slot, bracket, gathered, few, n, peak, by_number, target, BLOCKS: tl.constexpr, CAPACITY: tl.constexpr
 ):  # fmt: skip
     """The bracket whose high is the cut, and how many tokens have that x. If `few`, its n tokens are gathered already."""
     low, high, n_low = bracket.low, bracket.high, bracket.n_low
@@ -165,7 +168,7 @@ def _close(
             n_high, w_high = closer.n_high, closer.w_high
         ties = n_low - n_high
         if ties <= CAPACITY:
-            _gather(slot, gathered, top, low, high, BLOCKS, CAPACITY)
+            _gather(slot, gathered, low, high, BLOCKS, CAPACITY)
     if ties <= CAPACITY:
         x = _gathered_x(gathered, ties, CAPACITY)
         high, ties, n_high, w_high = _bisect(x, peak, by_number, target, low, high, n_high, w_high)

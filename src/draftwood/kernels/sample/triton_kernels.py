@@ -110,13 +110,14 @@ def pick(
     best, count = tl.full([], _NO_KEY, tl.int64), -1
     if (slot.t < slot.live) & ((winners is None) | (filtered == 0)):
         place = tl.arange(0, BLOCKS)
-        top = tl.load(tops + row * blocks + place, mask=place < blocks, other=_NEVER)
-        bound = tl.load(bounds + row * blocks + place, mask=place < blocks, other=_NEVER)
-        peak = tl.max(top)
+        own_tops, own = tops + row * blocks, listed + row * blocks
+        peak = tl.max(tl.load(own_tops + place, mask=place < blocks, other=_NEVER))
         cut, last_id, gap = _NEVER, _LAST, tl.where(filtered, least_gap, _NEVER)
         if filtered & (k > 0) & (peak > _NEVER):
-            room = Gathered(gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY, listed + row * blocks)
-            cut, last_id = find_cut(slot, top, room, k, p, peak, BLOCKS, CAPACITY)
+            room = Gathered(own_tops, blocks, own, gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY)
+            cut, last_id = find_cut(slot, room, k, p, peak, BLOCKS, CAPACITY)
+        top = tl.load(own_tops + place, mask=place < blocks, other=_NEVER)
+        bound = tl.load(bounds + row * blocks + place, mask=place < blocks, other=_NEVER)
         pending = filtered & (k <= 0) & (p < 1)
         found = search(
             slot, top, bound, Limits(cut, last_id, peak, gap), tl.where(pending, _WANTED, 1), BLOCKS
@@ -125,7 +126,7 @@ def pick(
         if pending & (best > _NO_KEY):
             _, x = candidates(slot, found)
             tl.store(held + row * _HELD + tl.arange(0, _HELD), found)
-            count = list_blocks(listed + row * blocks, top, tl.min(x), BLOCKS)
+            count = list_blocks(own, top, tl.min(x), BLOCKS)
         elif (best == _NO_KEY) & (winners is None):
             tl.atomic_max(status + slot.b, 1)
     if winners is not None:
@@ -213,8 +214,10 @@ def settle(
             count = list_blocks(own, top, tl.min(x), BLOCKS)
             best, doubt = verdict(keys, weight_before(slot, own, 0, count, token, x, peak), all_weight, p)
         if doubt:
-            room = Gathered(gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY, own)
-            cut, last_id = find_cut(slot, top, room, 0, p, peak, BLOCKS, CAPACITY)
+            room = Gathered(
+                tops + row * blocks, blocks, own, gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY
+            )
+            cut, last_id = find_cut(slot, room, 0, p, peak, BLOCKS, CAPACITY)
             best = tl.max(search(slot, top, bound, Limits(cut, last_id, peak, least_gap), 1, BLOCKS))
         tl.store(choice + row, tl.where(best > _NO_KEY, packed_index(best), -1))
         if best == _NO_KEY:
