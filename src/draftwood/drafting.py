@@ -16,8 +16,16 @@ if TYPE_CHECKING:
     from draftwood.round import RoundState
 
 
+MOST_WAITING = 64
+"""Plain rounds whose features wait to be projected together."""
+
+
 class DFlashDrafting:
-    """`draftwood.round.Drafting` over a DFlash drafter."""
+    """`draftwood.round.Drafting` over a DFlash drafter.
+
+    Rounds that draft nothing leave one feature vector per request. They wait, so that rounds without drafts cost what
+    they do without a drafter, and enter the context together, in order, before the next block is drafted.
+    """
 
     def __init__(
         self,
@@ -31,9 +39,12 @@ class DFlashDrafting:
         self.rule = rule
         self.taps: tuple[int, ...] = drafter.config.target_layer_ids
         self.max_depth: int = drafter.config.block_size - 1
+        self._waiting: list[torch.Tensor] = []  # [B, 1, F], of successive positions
+        self._where: tuple[torch.Tensor, torch.Tensor] | None = None  # page table, start of the first
 
     def logits(self, state: RoundState, depth: int) -> torch.Tensor:
         """[B, depth, V] f32 from one drafter pass over a block of depth + 1 positions."""
+        self.catch_up()
         hidden = self.drafter(
             state.root,
             state.prefix_len,
@@ -48,7 +59,30 @@ class DFlashDrafting:
     def extend(
         self, features: torch.Tensor, page_table: torch.Tensor, start: torch.Tensor, count: torch.Tensor
     ) -> None:
-        """Project features to K/V once per committed token and write them into its page."""
+        """Project features to K/V once per committed token and write them into its page.
+
+        A single position per request (count 1) waits for others as long as the page table stays the same tensor.
+        """
+        full = len(self._waiting) == MOST_WAITING
+        if full or features.shape[1] > 1 or (self._where is not None and self._where[0] is not page_table):
+            self.catch_up()
+        if features.shape[1] > 1:
+            self._write(features, page_table, start, count)
+            return
+        self._where = self._where or (page_table, start)
+        self._waiting.append(features)
+
+    def catch_up(self) -> None:
+        """Bring what waits into the context."""
+        if self._where is None:
+            return
+        features, (page_table, start) = torch.cat(self._waiting, 1), self._where
+        self._waiting, self._where = [], None
+        self._write(features, page_table, start, torch.full_like(start, features.shape[1]))
+
+    def _write(
+        self, features: torch.Tensor, page_table: torch.Tensor, start: torch.Tensor, count: torch.Tensor
+    ) -> None:
         n = features.shape[1]
         steps = torch.arange(n, dtype=torch.int32, device=features.device)
         k, v = self.drafter.context(features, start[:, None] + steps)

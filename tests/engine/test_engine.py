@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from itertools import cycle
 
 import numpy as np
 import pytest
 import torch
 
 from draftwood import LLM, SamplingParams
+from draftwood.drafting import MOST_WAITING
 from draftwood.engine.budget import BudgetController, CostTable
 from draftwood.scores import NEUTRAL, ScoreRule
 from draftwood.tree import from_parents
@@ -167,12 +169,31 @@ def test_drafter_context_is_the_same_however_it_was_made(folders):
     llm = LLM(*folders, dtype="float64", max_batch=1, budget=8)
     text = [3, 4, 5, *llm.generate([[3, 4, 5]], params)[0].token_ids]
     n = len(text) - 1  # the last token is in no page
+    llm.drafting.catch_up()
     grown = llm.drafting.context.kv.flatten(2, 3)[:, :, : 64 * 1].clone()
     llm = LLM(*folders, dtype="float64", max_batch=1, budget=8, prefill_chunk=7)
     llm.generate([text], SamplingParams(max_new_tokens=1))
     prefilled = llm.drafting.context.kv.flatten(2, 3)[:, :, :64]
     torch.testing.assert_close(grown[:, :, :n], prefilled[:, :, :n], rtol=0, atol=1e-10)
     assert grown[:, :, :n].abs().amin(dim=(0, 1, 3, 4)).gt(0).all()
+
+
+@pytest.mark.parametrize("drafted", [(True, False, False, False), (False,)])
+def test_plain_rounds_enter_the_context_together(folders, monkeypatch, drafted):
+    """Features of rounds without drafts wait; more than fit are projected on the way, and the rest on demand."""
+    pattern = cycle(drafted)
+    monkeypatch.setattr(BudgetController, "wants_draft", lambda self: next(pattern))
+    params = SamplingParams(max_new_tokens=MOST_WAITING + 20, ignore_eos=True)
+    llm = LLM(*folders, dtype="float64", max_batch=1)
+    prompts = [[3, 4, 5], [7], [9, 9]]  # the pages of a finished request serve the next one
+    outputs = llm.generate(prompts, params, budget="auto")
+    text = [*prompts[-1], *outputs[-1].token_ids]
+    llm.drafting.catch_up()
+    grown = llm.drafting.context.kv.flatten(2, 3)[:, :, : len(text) - 1].clone()
+    llm = LLM(*folders, dtype="float64", max_batch=1, budget=8)
+    llm.generate([text], SamplingParams(max_new_tokens=1))
+    prefilled = llm.drafting.context.kv.flatten(2, 3)[:, :, : len(text) - 1]
+    torch.testing.assert_close(grown, prefilled, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 256])
@@ -222,6 +243,26 @@ def test_budget_learns_from_what_was_accepted():
     for _ in range(100):
         controller.observe_draft(2.0, 1, {"draft": 0.1, "build": 0.1})
     assert controller.calibration == pytest.approx(0.5, abs=0.02)
+
+
+def test_one_poor_round_among_good_ones_is_no_reason_to_stop():
+    controller = BudgetController(CostTable(lambda n: 1.0 + 0.1 * n, (1, 2, 4, 8)), draft_seconds=0.5)
+    good, bad = tree_of(np.log([1.0, 0.9, 0.9, 0.8])), tree_of(np.log([1.0, 0.1, 0.1, 0.1]))
+    for tree in (good, good, bad, good, bad):
+        controller.pick(tree)
+        assert controller.wants_draft()
+    for _ in range(5):
+        controller.pick(bad)
+    assert not controller.wants_draft()
+
+
+def test_a_stalled_round_teaches_little():
+    cost = CostTable(lambda n: float(n), (1, 2, 4, 8))
+    cost.observe(4, 1000.0)
+    assert cost(4) < 4.5
+    controller = BudgetController(cost, draft_seconds=1.0)
+    controller.observe_draft(1.0, 1, {"draft": 1000.0, "build": 0.0})
+    assert controller.draft_seconds < 1.2
 
 
 def test_costs_learn_from_every_round():

@@ -15,6 +15,10 @@ from draftwood.tree import DraftTree
 
 FORGET = 0.1
 """Weight of the newest round in the running averages."""
+RECENT = 0.3
+"""Weight of the newest drafted round in the judgement whether drafting pays."""
+OUTLIER = 2.0
+"""A pass that took longer than this times the expected counts as that: something else had the processor."""
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
 """Plain rounds before drafting is probed again; doubles while probing does not pay."""
 
@@ -37,7 +41,7 @@ class CostTable:
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from a pass: half of an error is taken for overhead that every size shares, half is its own."""
-        error = seconds - self(rows)
+        error = min(seconds, OUTLIER * self(rows)) - self(rows)
         own = [np.interp(rows, self.sizes, unit) for unit in np.eye(len(self.sizes))]
         share = 0.5 + 0.5 * np.array(own)
         self.seconds = np.maximum(self.seconds + FORGET * error * share, 1e-9)
@@ -50,6 +54,9 @@ class BudgetController:
         self.cost, self.draft_seconds = cost, draft_seconds
         self._promised = self._accepted = 1.0  # decayed sums; one token of good faith
         self._pause = self._next_pause = 0
+        self._recent: tuple[float, float] | None = (
+            None  # tokens and seconds of drafted rounds since the last pause
+        )
 
     @property
     def calibration(self) -> float:
@@ -59,6 +66,7 @@ class BudgetController:
     def restart(self) -> None:
         """A new request joins: other text may suit the drafter better, so half of the distrust goes."""
         self._pause = self._next_pause = 0
+        self._recent = None
         self._accepted = (self._accepted + self._promised) / 2
 
     def wants_draft(self) -> bool:
@@ -71,15 +79,18 @@ class BudgetController:
     def pick(self, tree: DraftTree) -> int:
         """Slots to keep of a drafted tree, at least 2: most expected tokens per second.
 
-        Where even that is slower than plain decoding, the rounds to come pause drafting.
+        Where the drafted rounds since the last pause are slower than plain decoding, the rounds to come pause drafting.
         """
-        expected = expected_tokens(tree, self.calibration)  # [T]
-        seconds = self.draft_seconds + self.cost.of(tree.B * np.arange(1, tree.T + 1))
-        rates = (expected / seconds)[1:]
-        best = int(np.argmax(rates))
-        if rates[best] > tree.B / self.cost(tree.B):
-            self._next_pause = 0
+        expected = expected_tokens(tree, self.calibration)[1:]
+        seconds = self.draft_seconds + self.cost.of(tree.B * np.arange(2, tree.T + 1))
+        best = int(np.argmax(expected / seconds))
+        newest = float(expected[best]), float(seconds[best])
+        before = newest if self._recent is None else self._recent
+        tokens, took = (RECENT * new + (1 - RECENT) * old for new, old in zip(newest, before, strict=True))
+        if tokens / took > tree.B / self.cost(tree.B):
+            self._recent, self._next_pause = (tokens, took), 0
         else:
+            self._recent = None
             self._pause = self._next_pause = min(max(2 * self._next_pause, FIRST_PAUSE), LONGEST_PAUSE)
         return best + 2
 
@@ -91,7 +102,8 @@ class BudgetController:
         """A drafted round: tokens its scores promised, uncorrected and roots excluded, and tokens accepted."""
         self._promised = (1 - FORGET) * self._promised + FORGET * promised
         self._accepted = (1 - FORGET) * self._accepted + FORGET * accepted
-        self.draft_seconds += FORGET * (seconds["draft"] + seconds["build"] - self.draft_seconds)
+        took = min(seconds["draft"] + seconds["build"], OUTLIER * self.draft_seconds)
+        self.draft_seconds += FORGET * (took - self.draft_seconds)
 
 
 def expected_tokens(tree: DraftTree, calibration: float) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from draftwood.cache.pages import PageAllocator
 from draftwood.cache.pools import DraftContext, LatentPool
 from draftwood.config import Budget, EngineConfig, Mode
 from draftwood.drafting import DFlashDrafting
+from draftwood.engine.batch import build_state
 from draftwood.engine.budget import BudgetController, CostTable
 from draftwood.engine.engine import PLAIN, Engine, Speculation
 from draftwood.engine.outputs import RequestOutput, StreamEvent
@@ -32,7 +33,7 @@ from draftwood.models.folder import resolve
 from draftwood.models.layers import pack
 from draftwood.models.target import Target, TreeBatch
 from draftwood.models.tokenizer import StreamDecoder, Tokenizer
-from draftwood.round import Drafting, Stages
+from draftwood.round import Drafting, RoundPlan, Stages, build, draft
 from draftwood.scores import ScoreRule
 from draftwood.tree import root_only
 
@@ -215,25 +216,46 @@ class LLM:
         if budget != "auto":
             return Speculation.tree(budget, depth, vocab)
         if self._controller is None:
-            self._controller = self._calibrate()
+            self._controller = self._calibrate(Speculation.tree(self.config.max_budget, depth, vocab))
         return Speculation.tree(self.config.max_budget, depth, vocab, self._controller)
 
-    def _calibrate(self) -> BudgetController:
-        """Time target passes of several sizes; a drafted round corrects these numbers as it goes."""
+    @torch.inference_mode()
+    def _calibrate(self, largest: Speculation) -> BudgetController:
+        """Time target passes of several sizes and a draft; rounds correct these numbers as they go."""
         sizes = tuple(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if n <= max(2, self.config.max_budget))
-        cost = CostTable(self._time_target, sizes)
-        return BudgetController(cost, draft_seconds=cost(1))
+        return BudgetController(CostTable(self._time_target, sizes), self._time_draft(largest))
 
     def _time_target(self, rows: int) -> float:
-        """Best of three target passes over `rows` independent roots with an empty prefix, in seconds."""
+        """Seconds of a target pass over `rows` independent roots with an empty prefix."""
         tree = root_only([0] * rows).torch(self.device)
         table = torch.zeros(rows, 1, dtype=torch.int32, device=self.device)
         batch = TreeBatch(table, torch.zeros_like(tree.n_slots), tree.ancestors, tree.n_slots)
+
+        def run() -> None:
+            output = self.target(tree.tokens, tree.depths, self.latents.pages, batch, ())
+            self.target.logits(output.hidden)
+
+        return self._best_of_three(run)
+
+    def _time_draft(self, largest: Speculation) -> float:
+        """Seconds of drafting and building the largest tree of one greedy request with an empty prefix."""
+        request = self._request(0, [0], SamplingParams())
+        state = build_state(
+            [request],
+            max_pages=1,
+            max_context=self.max_context,
+            vocab_size=self.target.config.vocab_size,
+            device=self.device,
+        )
+        stages = Stages(self.target, self.latents, self.drafting, self.kernels, self.config.noise_coupled)
+        plan = RoundPlan(largest.slots, largest.depth, largest.top_k)
+        return self._best_of_three(lambda: build(stages, state, plan, *draft(stages, state, plan)))
+
+    def _best_of_three(self, run: Callable[[], object]) -> float:
         best = float("inf")
         for _ in range(3):
             started = time.perf_counter()
-            output = self.target(tree.tokens, tree.depths, self.latents.pages, batch, ())
-            self.target.logits(output.hidden)
+            run()
             if self.device == "cuda":
                 torch.cuda.synchronize()
             best = min(best, time.perf_counter() - started)

@@ -62,7 +62,7 @@ class DraftLayer(nn.Module):
         super().__init__()
         self.sees, self.attend = sees, kernels.draft_attn
         self.eps, self.head_dim = config.rms_norm_eps, config.head_dim
-        self.heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        self.n_q, self.n_kv = config.num_attention_heads, config.num_key_value_heads
         d = config.hidden_size
         self.attention_norm = frozen(take("input_layernorm.weight", d))
         self.mlp_norm = frozen(take("post_attention_layernorm.weight", d))
@@ -81,9 +81,9 @@ class DraftLayer(nn.Module):
     ) -> Tensor:
         """x [B, S, d] -> [B, S, d]."""
         h = rms_norm(x, self.attention_norm, self.eps)
-        q, k, v = project(h).view(*x.shape[:2], -1, self.head_dim).split(self.heads, -2)
-        q = rotate(rms_norm(q, self.q_norm, self.eps), cos, sin)
-        k = rotate(rms_norm(k, k_norm, self.eps), cos, sin)
+        qk, v = project(h).view(*x.shape[:2], -1, self.head_dim).split((self.n_q + self.n_kv, self.n_kv), -2)
+        norms = torch.cat((self.q_norm.expand(self.n_q, -1), k_norm.expand(self.n_kv, -1)))
+        q, k = rotate(rms_norm(qk, norms, self.eps), cos, sin).split((self.n_q, self.n_kv), -2)
         scale = self.head_dim**-0.5
         o = self.attend(q, *context, k, v, scale, causal=self.sees.causal, window=self.sees.window)
         x = x + self.o(o.flatten(-2))

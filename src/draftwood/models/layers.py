@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
@@ -28,15 +30,23 @@ def matrix(weight: Tensor) -> nn.Parameter:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalised in fp32 (fp64 for fp64), rounded to x's dtype, then multiplied by the weight.
 
+    The weight is [d], or [..., d] where parts of x have their own.
+
     Passing the weight to `F.rms_norm` would round once, after the product: not what the models were made with.
     """
     if not x.is_cpu:
-        return F.rms_norm(x, weight.shape, None, eps) * weight
+        return F.rms_norm(x, x.shape[-1:], None, eps) * weight
     # on CPU the function is a longer chain of operations than this one
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    scale = torch.addcmul(norm.new_full((), eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    scale = torch.addcmul(_constant(eps, wide), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (x * scale).to(x.dtype) * weight
+
+
+@lru_cache(maxsize=16)
+def _constant(value: float, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype)
 
 
 class Packable(nn.Module):

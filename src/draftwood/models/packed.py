@@ -23,7 +23,8 @@ class PackedMatrix:
     """x [..., in] f32 -> x W^T [..., out] f32, for a weight W [out, in] that half precision holds. See `of`."""
 
     def __init__(self, half: Tensor, unscale: float) -> None:
-        self._packed, self._unscale = _prepack(half.float(), None), unscale
+        self._packed = _prepack(half.float(), None)
+        self._unscale = torch.tensor(unscale)  # a number would become a tensor at every call
 
     @classmethod
     def of(cls, weight: Tensor) -> Self | None:
