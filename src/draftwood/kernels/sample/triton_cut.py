@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from draftwood.kernels.sample.triton_scores import scores
-from draftwood.kernels.sample.triton_search import list_blocks, listed_scores
+from draftwood.kernels.sample.triton_search import list_blocks, listed_scores, of_blocks
 from draftwood.kernels.triton_ops import from_ordered, ordered
 
 _THRESHOLDS = tl.constexpr(16)
@@ -47,7 +47,7 @@ class Gathered(NamedTuple):
 @triton.jit
 def find_cut(slot, gathered, k, p, peak, BLOCKS: tl.constexpr, CAPACITY: tl.constexpr):
     """The smallest x that top-k and top-p keep, and the largest id kept among the tokens that have it."""
-    low = _below_top_k(_tops(gathered, BLOCKS), k, peak)
+    low = _below_top_k(of_blocks(gathered.tops, gathered.n_blocks, BLOCKS), k, peak)
     n = _gather(slot, gathered, low, peak, BLOCKS, CAPACITY)
     few = n <= CAPACITY
     zero = tl.full([], 0, tl.int64)
@@ -101,12 +101,6 @@ def _mass(p, weight):
 
 
 @triton.jit
-def _tops(gathered, BLOCKS: tl.constexpr):
-    place = tl.arange(0, BLOCKS)
-    return tl.load(gathered.tops + place, mask=place < gathered.n_blocks, other=_NEVER)
-
-
-@triton.jit
 def _below_top_k(top, k, peak):
     """A float with at least k tokens above it, few more if all is well; -inf without top-k.
 
@@ -129,7 +123,7 @@ def _below_top_k(top, k, peak):
 @triton.jit
 def _gather(slot, gathered, low, high, BLOCKS: tl.constexpr, CAPACITY: tl.constexpr):
     """Write the tokens in (low, high] while there is room; returns how many there are, i64."""
-    blocks = list_blocks(gathered.listed, _tops(gathered, BLOCKS), low, BLOCKS)
+    blocks = list_blocks(gathered.listed, of_blocks(gathered.tops, gathered.n_blocks, BLOCKS), low, BLOCKS)
     n = tl.full([], 0, tl.int32)
     for first in range(0, blocks, _CHUNK):
         token, x = listed_scores(slot, gathered.listed, blocks, first, _CHUNK)

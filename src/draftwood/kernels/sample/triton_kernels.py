@@ -28,7 +28,7 @@ from draftwood.kernels.sample.triton_scores import (
     processed,
     scaled,
 )
-from draftwood.kernels.sample.triton_search import HELD, Limits, list_blocks, search
+from draftwood.kernels.sample.triton_search import HELD, Limits, list_blocks, of_blocks, search
 from draftwood.kernels.triton_ops import packed_index
 
 _TILE = tl.constexpr(TILE)
@@ -109,24 +109,20 @@ def pick(
     filtered = (slot.scale > 0) & ((k > 0) | (p < 1) | (least_gap > _NEVER))
     best, count = tl.full([], _NO_KEY, tl.int64), -1
     if (slot.t < slot.live) & ((winners is None) | (filtered == 0)):
-        place = tl.arange(0, BLOCKS)
         own_tops, own = tops + row * blocks, listed + row * blocks
-        peak = tl.max(tl.load(own_tops + place, mask=place < blocks, other=_NEVER))
+        peak = tl.max(of_blocks(own_tops, blocks, BLOCKS))
         cut, last_id, gap = _NEVER, _LAST, tl.where(filtered, least_gap, _NEVER)
         if filtered & (k > 0) & (peak > _NEVER):
             room = Gathered(own_tops, blocks, own, gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY)
             cut, last_id = find_cut(slot, room, k, p, peak, BLOCKS, CAPACITY)
-        top = tl.load(own_tops + place, mask=place < blocks, other=_NEVER)
-        bound = tl.load(bounds + row * blocks + place, mask=place < blocks, other=_NEVER)
         pending = filtered & (k <= 0) & (p < 1)
-        found = search(
-            slot, top, bound, Limits(cut, last_id, peak, gap), tl.where(pending, _WANTED, 1), BLOCKS
-        )
+        limits, wanted = Limits(cut, last_id, peak, gap), tl.where(pending, _WANTED, 1)
+        found = search(slot, own_tops, bounds + row * blocks, blocks, limits, wanted, BLOCKS)
         best = tl.max(found)
         if pending & (best > _NO_KEY):
             _, x = candidates(slot, found)
             tl.store(held + row * _HELD + tl.arange(0, _HELD), found)
-            count = list_blocks(own, top, tl.min(x), BLOCKS)
+            count = list_blocks(own, of_blocks(own_tops, blocks, BLOCKS), tl.min(x), BLOCKS)
         elif (best == _NO_KEY) & (winners is None):
             tl.atomic_max(status + slot.b, 1)
     if winners is not None:
@@ -157,8 +153,8 @@ def weigh(
             tl.load(position + row), b, row % T, live_slots(b, n_slots, tree_status, T), T, V, M, repetition, presence,
             frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
         )  # fmt: skip
-        place, rank = tl.arange(0, BLOCKS), tl.arange(0, _HELD)
-        peak = tl.max(tl.load(tops + row * blocks + place, mask=place < blocks, other=_NEVER))
+        rank = tl.arange(0, _HELD)
+        peak = tl.max(of_blocks(tops + row * blocks, blocks, BLOCKS))
         token, x = candidates(slot, tl.load(held + row * _HELD + rank))
         run = (count + PARTS - 1) // PARTS
         end = tl.minimum((part + 1) * run, count)
@@ -192,33 +188,30 @@ def settle(
             tl.load(position + row), b, row % T, live_slots(b, n_slots, tree_status, T), T, V, M, repetition, presence,
             frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
         )  # fmt: skip
-        p, least_gap = tl.load(top_p + slot.b), tl.load(log_min_p + slot.b)
-        place, rank = tl.arange(0, BLOCKS), tl.arange(0, _HELD)
-        top = tl.load(tops + row * blocks + place, mask=place < blocks, other=_NEVER)
-        bound = tl.load(bounds + row * blocks + place, mask=place < blocks, other=_NEVER)
-        peak = tl.max(top)
+        p, least_gap, rank = tl.load(top_p + slot.b), tl.load(log_min_p + slot.b), tl.arange(0, _HELD)
+        own_tops, own_bounds, own = tops + row * blocks, bounds + row * blocks, listed + row * blocks
+        peak = tl.max(of_blocks(own_tops, blocks, BLOCKS))
         keys = tl.load(held + row * _HELD + rank)
         parts = (row * PARTS + tl.arange(0, PARTS)[:, None]) * _HELD + rank[None, :]
         tile = tl.arange(0, BLOCKS // _STRIPES)
-        tile_top = tl.max(tl.reshape(top, [BLOCKS // _STRIPES, _STRIPES]), 1)
+        tile_top = tl.max(tl.reshape(of_blocks(own_tops, blocks, BLOCKS), [BLOCKS // _STRIPES, _STRIPES]), 1)
         weight = tl.load(
             weights + row * (blocks // _STRIPES) + tile, mask=tile * _STRIPES < blocks, other=0.0
         )
         all_weight = tl.sum(tl.where(tile_top > _NEVER, weight * tl.exp(tile_top - peak), 0.0))
         best, doubt = verdict(keys, tl.sum(tl.load(before + parts), 0), all_weight, p)
-        own = listed + row * blocks
         while (best == _NO_KEY) & (doubt == 0) & (tl.max(keys) > _NO_KEY):
             cut, after = foremost(*candidates(slot, keys))
-            keys = search(slot, top, bound, Limits(cut, after - 1, peak, least_gap), _WANTED, BLOCKS)
+            limits = Limits(cut, after - 1, peak, least_gap)
+            keys = search(slot, own_tops, own_bounds, blocks, limits, _WANTED, BLOCKS)
             token, x = candidates(slot, keys)
-            count = list_blocks(own, top, tl.min(x), BLOCKS)
+            count = list_blocks(own, of_blocks(own_tops, blocks, BLOCKS), tl.min(x), BLOCKS)
             best, doubt = verdict(keys, weight_before(slot, own, 0, count, token, x, peak), all_weight, p)
         if doubt:
-            room = Gathered(
-                tops + row * blocks, blocks, own, gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY
-            )
+            room = Gathered(own_tops, blocks, own, gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY)
             cut, last_id = find_cut(slot, room, 0, p, peak, BLOCKS, CAPACITY)
-            best = tl.max(search(slot, top, bound, Limits(cut, last_id, peak, least_gap), 1, BLOCKS))
+            limits = Limits(cut, last_id, peak, least_gap)
+            best = tl.max(search(slot, own_tops, own_bounds, blocks, limits, 1, BLOCKS))
         tl.store(choice + row, tl.where(best > _NO_KEY, packed_index(best), -1))
         if best == _NO_KEY:
             tl.atomic_max(status + slot.b, 1)

@@ -33,12 +33,20 @@ class Limits(NamedTuple):
 
 
 @triton.jit
-def search(slot, top, bound, limits, wanted, BLOCKS: tl.constexpr):
+def of_blocks(values, blocks, BLOCKS: tl.constexpr):
+    """[BLOCKS]: a row's value of each of its blocks, -inf after them."""
+    place = tl.arange(0, BLOCKS)
+    return tl.load(values + place, mask=place < blocks, other=_NEVER)
+
+
+@triton.jit
+def search(slot, tops, bounds, blocks, limits, wanted, BLOCKS: tl.constexpr):
     """[4] i64 keys of the `wanted` <= 4 best tokens in no order, no key for want of tokens; what is not wanted is full.
 
-    top and bound [BLOCKS]: the largest x of each block, and what its x + noise do not exceed but for `_slack`.
+    tops and bounds, pointers to [blocks]: the largest x of each block, and what its x + noise do not exceed but for `_slack`.
     """
     place = tl.arange(0, BLOCKS)
+    top, bound = of_blocks(tops, blocks, BLOCKS), of_blocks(bounds, blocks, BLOCKS)
     bound = tl.where((top >= limits.cut) & (top - limits.peak >= limits.least_gap), bound, _NEVER)
     held = tl.where(tl.arange(0, _HELD) < wanted, tl.full([_HELD], _NO_KEY, tl.int64), _FULL)
     reach = tl.max(bound)
