@@ -89,12 +89,13 @@ def hot_loops(cubin):
             if instruction[1] == "BRA" and (target := re.search(r"\.L_x_\d+", instruction[2])):
                 start = labels.get(target[0], len(code))
                 loops.append((start, len(code), Counter(code[start:])))
-    loops = [loop for loop in loops if multiplies(loop[2])] or [loop for loop in loops if loop[2]]
     last_exit = len(code) - code[::-1].index("EXIT")  # later branches return from code moved out of line
+    loops = [loop for loop in loops if loop[2] and loop[1] < last_exit]
+    loops = [loop for loop in loops if multiplies(loop[2])] or loops
     return [
         {"instructions": end - start, "spills": counts["STL"], "reloads": counts["LDL"]}
         for start, end, counts in loops
-        if end < last_exit and not any(start <= s and e < end for s, e, _ in loops)
+        if not any(start <= s and e < end for s, e, _ in loops)
     ]
 
 

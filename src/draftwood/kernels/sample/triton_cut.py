@@ -250,10 +250,10 @@ def _nth_at(slot, cut, n):
     """The id of the n-th token whose x is `cut`, n counted from 1."""
     found, first, seen = _LAST, slot.first, tl.full([], 0, tl.int64)
     while (found == _LAST) & (first < slot.end):
-        token = first + tl.arange(0, 2048)
+        token = first + tl.arange(0, 512)
         x = scores(slot, token)
         nth = seen + tl.cumsum((x == cut).to(tl.int32), 0)
         found = tl.min(tl.where((x == cut) & (nth == n), token, _LAST))
         seen = tl.max(nth)
-        first += 2048
+        first += 512
     return found

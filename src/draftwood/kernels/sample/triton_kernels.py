@@ -158,7 +158,7 @@ def weigh(
         token, x = candidates(slot, tl.load(held + row * _HELD + rank))
         run = (count + PARTS - 1) // PARTS
         end = tl.minimum((part + 1) * run, count)
-        weight = weight_before(slot, listed + row * blocks, part * run, end, token, x, peak)
+        weight = weight_before(slot, listed + row * blocks, part * run, end, token, x, peak, 2)
         tl.store(before + (row * PARTS + part) * _HELD + rank, weight)
 
 
@@ -206,7 +206,7 @@ def settle(
             keys = search(slot, own_tops, own_bounds, blocks, limits, _WANTED, BLOCKS)
             token, x = candidates(slot, keys)
             count = list_blocks(own, of_blocks(own_tops, blocks, BLOCKS), tl.min(x), BLOCKS)
-            best, doubt = verdict(keys, weight_before(slot, own, 0, count, token, x, peak), all_weight, p)
+            best, doubt = verdict(keys, weight_before(slot, own, 0, count, token, x, peak, 1), all_weight, p)
         if doubt:
             room = Gathered(own_tops, blocks, own, gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY)
             cut, last_id = find_cut(slot, room, 0, p, peak, BLOCKS, CAPACITY)

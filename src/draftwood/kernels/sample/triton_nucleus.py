@@ -13,7 +13,6 @@ from draftwood.kernels.sample.triton_scores import BLOCK, scores
 from draftwood.kernels.sample.triton_search import HELD, listed_scores
 from draftwood.kernels.triton_ops import packed_index
 
-_CHUNK = tl.constexpr(2)  # blocks at a time
 _BLOCK = tl.constexpr(BLOCK)
 _HELD = tl.constexpr(HELD)
 _ERROR = tl.constexpr(2.0**-14)
@@ -31,11 +30,14 @@ def candidates(slot, held):
 
 
 @triton.jit
-def weight_before(slot, listed, start, end, token, x, peak):
-    """[4] f32: sum of exp(x' - peak) over those tokens of blocks start..end - 1 of a list that come before each candidate."""
-    total = tl.zeros([_HELD, _CHUNK * _BLOCK], tl.float32)
-    for first in range(start, end, _CHUNK):
-        other, x_other = listed_scores(slot, listed, end, first, _CHUNK)
+def weight_before(slot, listed, start, end, token, x, peak, CHUNK: tl.constexpr):
+    """[4] f32: sum of exp(x' - peak) over those tokens of blocks start..end - 1 of a list that come before each candidate.
+
+    CHUNK blocks at a time.
+    """
+    total = tl.zeros([_HELD, CHUNK * _BLOCK], tl.float32)
+    for first in range(start, end, CHUNK):
+        other, x_other = listed_scores(slot, listed, end, first, CHUNK)
         weight = tl.exp(x_other - peak)
         before = x_other[None, :] > x[:, None]
         before = before | ((x_other[None, :] == x[:, None]) & (other[None, :] < token[:, None]))
