@@ -95,3 +95,14 @@ def test_neighbours_are_independent(axis):
     bits = ref.random_bits(*(np.int64(5) + s * index for s in step)) / 2.0**32
     assert stats.kstest(bits, "uniform").pvalue > 1e-3
     assert abs(np.corrcoef(bits[:-1], bits[1:])[0, 1]) < 4 / np.sqrt(n)
+
+
+def test_remembered_rows_are_the_same_rows_and_few():
+    row = torch_impl.slice_gumbel(torch.tensor(3), torch.tensor(5), 8, 100)
+    recent = torch_impl.RecentRows(most_bytes=3 * row.nbytes)
+    for positions in ([5, 5, 6], [7, 5], [8, 9, 10, 11, 12], [5, 12]):
+        got = recent.rows([(3, position, 8, 100) for position in positions])
+        want = torch_impl.gumbel(torch.tensor(3), torch.tensor(positions)[:, None], torch.arange(8, 108))
+        assert torch.equal(torch.stack(got), want)
+        assert len(recent) <= 3
+    assert torch_impl.slice_gumbel(torch.tensor([3]), torch.zeros(0, 1), 0, 7).shape == (0, 1, 7)

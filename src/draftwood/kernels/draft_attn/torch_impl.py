@@ -1,4 +1,4 @@
-"""draft_attn in torch: scaled_dot_product_attention over the gathered live context and the block."""
+"""draft_attn in torch: two matrix products over the gathered live context and the block."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from draftwood.kernels.paged import gather_prefix, past_end, prefix_pages, similar_lengths
 
@@ -78,15 +77,18 @@ def _padded_batch(
         dead = past_end(lengths, n_context, q.device)[..., None, None]
         for kv in (k, v):
             kv[:, :n_context].masked_fill_(dead, 0)  # a weight of 0 does not cancel NaN
-    o = scaled_dot_product_attention(
-        q.to(wide).transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        _seen(lengths, S, causal, window, q.device),
-        scale=scale,
-        enable_gqa=True,
-    )
-    return o.transpose(1, 2).to(q.dtype)
+    return _attend(q.to(wide), k, v, _seen(lengths, S, causal, window, q.device), scale).to(q.dtype)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    """q [B, S, H, hd] over k and v [B, N, Hkv, hd] -> [B, S, H, hd]; the queries that share a key head are one matrix."""
+    B, S, H, hd = q.shape
+    shared = q.view(B, S, -1, H // k.shape[2], hd).transpose(1, 2).flatten(2, 3)  # [B, Hkv, S H/Hkv, hd]
+    scores = torch.matmul(shared, k.permute(0, 2, 3, 1)).mul_(scale)
+    if seen is not None:
+        scores.view(B, k.shape[2], S, -1, k.shape[1]).masked_fill_(~seen[..., None, :], -torch.inf)
+    o = torch.matmul(scores.softmax(-1), v.transpose(1, 2))
+    return o.view(B, k.shape[2], S, -1, hd).transpose(1, 2).reshape(q.shape)
 
 
 def _seen(

@@ -61,8 +61,54 @@ def gumbel(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
 
 
 def slice_gumbel(seed: Tensor, position: Tensor, offset: int, size: int) -> Tensor:
-    """[..., size] f32: `gumbel` of the tokens offset..offset+size-1."""
-    return gumbel_of_bits(slice_bits(seed, position, offset, size))
+    """[..., size] f32: `gumbel` of the tokens offset..offset+size-1; seed and position broadcast to [...].
+
+    On CPU rows are remembered for a while: drafting, sampling and the next rounds ask for the same ones.
+    """
+    seed, position = torch.broadcast_tensors(seed, position)
+    if not seed.is_cpu or seed.numel() == 0:
+        return gumbel_of_bits(slice_bits(seed, position, offset, size))
+    keys = [
+        (s, p, offset, size)
+        for s, p in zip(seed.flatten().tolist(), position.flatten().tolist(), strict=True)
+    ]
+    return torch.stack(_recent.rows(keys)).view(*seed.shape, size)
+
+
+class RecentRows:
+    """Rows of `slice_gumbel`, which is a pure function, the newest `most_bytes` of them."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes, self._bytes = most_bytes, 0
+        self._rows: dict[_Key, Tensor] = {}  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, keys: Sequence[_Key]) -> list[Tensor]:
+        """One [size] f32 per (seed, position, offset, size), not to be written to; offset and size are the same in all."""
+        found = {key: self._rows.get(key) for key in keys}
+        missing = [key for key, row in found.items() if row is None]
+        if missing:
+            seeds, positions = torch.tensor([key[:2] for key in missing]).unbind(1)
+            made = gumbel_of_bits(slice_bits(seeds, positions, *missing[0][2:]))
+            found |= zip(missing, made, strict=True)
+            self._keep(missing, made)
+        return [found[key] for key in keys]  # type: ignore[misc]
+
+    def _keep(self, keys: Sequence[_Key], rows: Tensor) -> None:
+        row_bytes = rows.shape[1] * rows.element_size()
+        for key, row in zip(keys, rows, strict=True):
+            self._rows[key] = row.clone()
+            self._bytes += row_bytes
+        while self._bytes > self._most_bytes:
+            self._bytes -= self._rows.pop(next(iter(self._rows))).nbytes
+
+
+_Key = tuple[int, int, int, int]
+"""seed, position, offset, size"""
+
+_recent = RecentRows(16 << 20)
 
 
 def _blocks(seed: Tensor, position: Tensor, block: Tensor) -> list[Tensor]:

@@ -53,7 +53,7 @@ def partial(
         value, token = _put(value, token, greedy, *_take(x, greedy).max(1))  # the first of equals
     if len(plain):
         b = plain // T
-        noise = _noise(seed[b], position.flatten()[plain], offset, v)
+        noise = slice_gumbel(seed[b], position.flatten()[plain], offset, v)
         y = _take(x, plain) / params.temperature[b, None] + noise
         value, token = _put(value, token, plain, *y.max(1))
     token = token + offset
@@ -123,15 +123,6 @@ def _put(
     if len(rows) == len(value):
         return new_value, new_token
     return value.index_copy(0, rows, new_value), token.index_copy(0, rows, new_token)
-
-
-def _noise(seed: Tensor, position: Tensor, offset: int, size: int) -> Tensor:
-    """[R, size] noise; made once for slots that share seed and position, as siblings do."""
-    pairs = list(zip(seed.tolist(), position.tolist(), strict=True))
-    distinct = {pair: i for i, pair in enumerate(dict.fromkeys(pairs))}
-    seeds, positions = torch.tensor(list(distinct), device=seed.device).unbind(1)
-    noise = slice_gumbel(seeds, positions, offset, size)
-    return noise if len(noise) == len(pairs) else noise[[distinct[pair] for pair in pairs]]
 
 
 def _slice_candidates(x: Tensor, top_k: Tensor) -> tuple[Tensor, Tensor]:
