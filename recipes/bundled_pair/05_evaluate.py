@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import statistics
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from held_out import LOOPS_BELOW, held_windows
 from rich.console import Console
 from rich.table import Table
 
@@ -32,7 +31,6 @@ from draftwood.training.evaluation import SIZES, accepted_at, distinct_share, to
 from draftwood.training.kernels import training_kernels
 from draftwood.training.sampler import Sampler, Sequences
 
-LOOPS_BELOW = 0.7
 SAMPLES, SAMPLES_AT = 10, 0.8
 COLUMNS = ("chain", *map(str, SIZES))
 
@@ -51,17 +49,6 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     p.add_argument("--engine", type=int, default=0, help="prompts to run through the engine too")
     return p.parse_args()
-
-
-def held_windows(folder: Path, count: int, length: int) -> list[list[int]]:
-    """`count` windows at random places of the held-out text, none across a document border."""
-    held = np.frombuffer(lzma.decompress((folder / "held.xz").read_bytes()), np.uint16)
-    rng, found = np.random.default_rng(7), []
-    while len(found) < count:
-        at = int(rng.integers(0, len(held) - length))
-        if (held[at : at + length] > 1).all():
-            found.append(held[at : at + length].tolist())
-    return found
 
 
 class Evaluation:
