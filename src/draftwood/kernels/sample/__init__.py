@@ -48,7 +48,7 @@ def sample(
     The noise is independent of the tree, the batch and the budget, so speculative output equals plain decoding
     with the same seed.
 
-    Each implementation is `merge` of the `partial` of each vocabulary slice, in order:
+    In each implementation the same comes of `merge` of the `partial` of each vocabulary slice, in order:
     `partial(logits[:, :, a:b], params, seed, position, tree, offset=a)`, with all other arguments for the whole
     vocabulary, then `merge(partials, params, seed, position, tree)`. The result does not depend on the slices.
     Greedy and unfiltered rows hand over one winner; rows with a filter hand over candidates, because the sums of

@@ -81,7 +81,7 @@ def find_cut(slot, gathered, k, p, peak, BLOCKS: tl.constexpr, CAPACITY: tl.cons
     if kept < ties:
         if few:
             x, token = _gathered_x(gathered, n, CAPACITY), tl.load(gathered.token + tl.arange(0, CAPACITY))
-            last_id = _nth_id(slot, x == cut, token, kept)
+            last_id = _nth_id(slot, x == cut, token, kept.to(tl.int32))
         else:
             last_id = _nth_at(slot, cut, kept)
     return cut, last_id
