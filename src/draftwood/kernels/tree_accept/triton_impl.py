@@ -99,22 +99,34 @@ def _accept(
     COLUMNS: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
-    slot = tl.arange(0, BLOCK)
-    live = tl.where(tl.load(status + b) == _SOUND, tl.load(n_slots + b), 1)
-    live = (slot < live) & (slot < T)
-    token = tl.load(tokens + b * tokens_b + slot, mask=live, other=0)
-    parent = tl.load(parents + b * parents_b + slot, mask=live, other=-1)
-    has_parent = (parent >= 0) & (parent < T)
-    wanted = tl.load(choice + b * choice_b + parent, mask=has_parent, other=0)
-    match = (slot == 0) | (live & has_parent & (token == wanted))
+    # 32 slots per register, which is the layout of the scattered stores: nothing is moved through shared memory
+    slot = tl.max_contiguous(tl.arange(0, BLOCK), 1)
+    # all loads are under way before anything waits for one of them
+    n = tl.where(tl.load(status + b) == _SOUND, tl.load(n_slots + b), 1)
+    token = tl.load(tokens + b * tokens_b + slot, mask=slot < T, other=0)
+    parent = tl.load(parents + b * parents_b + slot, mask=slot < T, other=-1)
+    chosen = tl.load(choice + b * choice_b + slot, mask=slot < T, other=0)
+    most_new = tl.maximum(tl.load(max_new + b), 1)
+    most_context = tl.maximum(tl.load(context_left + b), 1)
+    needed = ()
+    for w in tl.static_range(W):
+        place = ancestors + b * ancestors_b + slot * ancestors_t + w * ancestors_w
+        needed += (tl.load(place, mask=slot < T, other=0),)
+    stops, ends = slot * 0, slot * 0  # whether the slot's token, or its choice, is a stop token
+    for start in range(0, S, 4):
+        for s in tl.static_range(4):
+            stop = tl.load(stop_ids + b * S + start + s, mask=start + s < S, other=-1)
+            stops |= ((stop >= 0) & (token == stop)).to(tl.int32)
+            ends |= ((stop >= 0) & (chosen == stop)).to(tl.int32)
 
+    live = (slot < n) & (slot < T)
+    has_parent = (parent >= 0) & (parent < T)
+    wanted = tl.gather(chosen, tl.where(has_parent, parent, 0), 0)
+    match = (slot == 0) | (live & has_parent & (token == wanted))
     accepted = live
     for w in tl.static_range(W):
-        bit = tl.where(slot // 64 == w, tl.full([BLOCK], 1, tl.int64) << (slot % 64).to(tl.int64), 0)
-        matches = tl.sum(tl.where(match, bit, 0))
-        place = ancestors + b * ancestors_b + slot * ancestors_t + w * ancestors_w
-        needed = tl.load(place, mask=live, other=0)
-        accepted = accepted & ((needed & matches) == needed) & ((needed & bit) == bit)
+        accepted &= _within(needed[w].to(tl.int32), match, slot, 2 * w)
+        accepted &= _within((needed[w] >> 32).to(tl.int32), match, slot, 2 * w + 1)
     accepted = accepted | (slot == 0)
 
     # each slot on the path emits one token: the root the bonus, at the end, any other its own, one place earlier
@@ -123,16 +135,10 @@ def _accept(
     n_accepted = tl.sum(accepted.to(tl.int32))
     last = tl.max(tl.where(accepted, slot, 0))
     place = tl.where(slot == 0, n_accepted - 1, rank - 1)
-    end = tl.load(choice + b * choice_b + last)
+    end = tl.sum(tl.where(slot == last, chosen, 0))
     token = tl.where(slot == 0, end, token)
+    stops = tl.where(slot == 0, tl.sum(tl.where(slot == last, ends, 0)), stops)
 
-    stops = tl.zeros([BLOCK], tl.int32)
-    for s in range(0, S, 8):
-        column = s + tl.arange(0, 8)
-        ids = tl.load(stop_ids + b * S + column, mask=column < S, other=-1)[None, :]
-        stops = stops | tl.max(((ids >= 0) & (ids == token[:, None])).to(tl.int32), 1)
-    most_new = tl.maximum(tl.load(max_new + b), 1)
-    most_context = tl.maximum(tl.load(context_left + b), 1)
     limit = tl.minimum(most_new, most_context)
     stop = tl.min(tl.where(accepted & (stops > 0) & (place < limit), place, _NOWHERE))
     stopped = stop < _NOWHERE
@@ -144,10 +150,18 @@ def _accept(
 
     tl.store(n_path + b, n)
     tl.store(done + b, why)
-    tl.store(bonus + b, tl.sum(tl.where(accepted & (place == n - 1), token, 0)))
+    tl.store(bonus + b + slot * 0, token, mask=accepted & (place == n - 1))
     tl.store(path + b * columns + rank, slot, mask=accepted & (rank < n))
     tl.store(emitted + b * columns + place, token, mask=accepted & (place < n))
     column = tl.arange(0, COLUMNS)
     padding = tl.full([COLUMNS], -1, tl.int32)
     tl.store(path + b * columns + column, padding, mask=(column >= n) & (column < columns))
     tl.store(emitted + b * columns + column, padding, mask=(column >= n) & (column < columns))
+
+
+@triton.jit
+def _within(needed, match, slot, word):
+    """Whether the slots that 32 bits of ancestors name all match, a slot that belongs to these bits among them."""
+    own = tl.where(slot // 32 == word, tl.full(slot.shape, 1, tl.int32) << (slot % 32), 0)
+    matches = tl.sum(tl.where(match, own, 0))
+    return ((needed & matches) == needed) & ((needed & own) == own)
