@@ -65,10 +65,10 @@ def test_chosen_tiles_fit(capability, widths):
     chip = Chip(capability, 100)
     for item_size in (2, 4):
         for rows in (1, 16, 17, 33, 4000):
-            tiles = choose_tiles(chip, item_size, rows, *widths)
+            tiles = choose_tiles(chip, item_size, 8, rows, 4096, *widths)
             assert tiles.shared(item_size, chip) <= SHARED_LIMIT[capability]
     with pytest.raises(ValueError, match=r"no tile of latents 16384 \+ 64 wide fits"):
-        choose_tiles(chip, 2, 64, 16384, 64)
+        choose_tiles(chip, 2, 1, 64, 64, 16384, 64)
 
 
 @pytest.mark.parametrize(("case", "name"), [(verify_case(ragged=1), "pages"), (draft_case(), "k_pages")])

@@ -89,12 +89,19 @@ class Tiles:
 
 
 def choose_tiles(chip: Chip, item_size: int, rows: int, head_dim: int, page: int) -> Tiles:
-    """The deepest pipeline that fits; rows up to 64 share a tile. Raises `ValueError` where nothing fits."""
-    width = max(16, triton.next_power_of_2(head_dim))
-    most, block_n = (64, 64) if chip.has_wgmma else (32, 32)
-    block_m = max(16, min(most, triton.next_power_of_2(rows)))
+    """The deepest pipeline that fits; rows up to 64 share a tile. Raises `ValueError` where nothing fits.
+
+    With wgmma tiles are 64 rows and widths at least 64. Weights of fewer rows have another swizzle than the keys whose
+    shared memory they reuse, and for two such operands at one address ptxas 12.8 derives some descriptors from a
+    register that was never written; narrower values leave wgmma.
+    """
+    wide = chip.has_wgmma and item_size < 4
+    width = max(64 if wide else 16, triton.next_power_of_2(head_dim))
+    block_n = 64 if wide else 32
+    block_m = 64 if wide else max(16, min(32, triton.next_power_of_2(rows)))
+    num_warps = 8 if block_m * width > 64 * 128 else 4  # the output's registers
     depths = (4, 3, 2) if page >= block_n else (2,)  # keys of several pages: deeper ones spill
-    shapes = [(block_m, block_n, 4, stages, programs) for programs in (2, 1) for stages in depths]
+    shapes = [(block_m, block_n, num_warps, stages, programs) for programs in (2, 1) for stages in depths]
     if item_size == 4:
         shapes = [(16, 16, 4, 1, 2)]
     for shape in shapes:
@@ -113,6 +120,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
         case
         for item, B, S, group, hd, page, causal, window in (
             ("bf16", 8, 8, 8, 128, 64, False, None),
+            ("bf16", 9, 7, 3, 256, 16, False, None),
             ("fp16", 1, 1, 4, 64, 16, True, 128),
             ("fp32", 2, 8, 8, 128, 64, False, None),
         )

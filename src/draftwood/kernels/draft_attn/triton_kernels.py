@@ -43,11 +43,14 @@ def _at(values, b, B_PAD: tl.constexpr):
 
 @triton.jit
 def _absorb(acc, top, weight, v, s):
-    """Online softmax, base 2: one more block of values [keys, hd] and their transposed scores [keys, rows]."""
+    """Online softmax, base 2: one more block of values [keys, hd] and their transposed scores [keys, rows].
+
+    `weight` keeps a sum per place in the block: one sum over all keys at the end is cheaper than one per block.
+    """
     new_top = tl.maximum(top, tl.max(s, 0))
     decay = tl.exp2(top - new_top)
     p = tl.exp2(s - new_top[None, :])
-    weight = weight * decay + tl.sum(p, 0)
+    weight = weight * decay[None, :] + p
     acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * decay[None, :], input_precision="ieee")
     return acc, new_top, weight
 
@@ -128,7 +131,7 @@ def attend(
         v_head = v_pages + head * v_h
         acc = tl.zeros([HD_PAD, BLOCK_M], tl.float32)
         top = tl.full([BLOCK_M], LOWEST, tl.float32)
-        weight = tl.zeros([BLOCK_M], tl.float32)
+        weight = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         page = tl.load(table + first * BLOCK_N // PAGE, mask=first < full, other=0)
         for i in tl.range(first, full, num_stages=STAGES):
             position = i * BLOCK_N
@@ -174,7 +177,7 @@ def attend(
                 seen = seen & (tl.abs(after) < window)
             acc, top, weight = _absorb(acc, top, weight, v, tl.where(seen, s, -float("inf")))
 
-        acc, log2_sum = finish(acc, top, weight)
+        acc, log2_sum = finish(acc, top, tl.sum(weight, 0))
         if last - first == blocks:
             to = ((b * S + slot) * Hkv + head) * GROUP + row % GROUP
             to = out + to[:, None] * HD + col[None, :]

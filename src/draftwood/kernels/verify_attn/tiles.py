@@ -39,14 +39,29 @@ _HOPPER = ((64, 64, 8, 2), (32, 64, 8, 2), (16, 64, 8, 2))
 _ANY = ((16, 32, 8, 1), (16, 16, 8, 1))
 _FP32 = ((16, 16, 8, 1),)
 
+_WGMMA_ROWS = 64
+"""Narrower latents leave wgmma in the second product alone, and then the pipeliner gives them one buffer: it sees them go
+to registers for that product, not that the first, in a branch, still reads them while the next block is loaded."""
 
-def choose_tiles(chip: Chip, item_size: int, rows: int, value_dim: int, rope_dim: int) -> Tiles:
-    """Tiles for `rows` = T H rows per request. Raises `ValueError` where nothing fits, naming the widths."""
+_FEW_BLOCKS = 12
+"""Up to so many blocks of 64 x 64 per multiprocessor, tiles of half the rows end sooner, though each key is loaded more often."""
+
+
+def choose_tiles(
+    chip: Chip, item_size: int, B: int, rows: int, keys: int, value_dim: int, rope_dim: int
+) -> Tiles:
+    """Tiles for `rows` = T H rows per request, which have `keys` keys at most.
+
+    Raises `ValueError` where nothing fits, naming the widths.
+    """
     latent_pad, rope_pad = padded(value_dim), padded(rope_dim)
     if item_size == 4:
         shapes: tuple[tuple[int, int, int, int], ...] = _FP32
     elif chip.has_wgmma:
-        shapes = tuple(s for s in _HOPPER if s[0] == 16 or s[0] // 2 < rows) + _ANY
+        latent_pad = max(latent_pad, _WGMMA_ROWS)
+        few = B * -(-rows // 64) * -(-keys // 64) <= _FEW_BLOCKS * chip.n_sms
+        most = min(32 if few else 64, max(16, 1 << (rows - 1).bit_length()))
+        shapes = tuple(s for s in _HOPPER if s[0] <= most) + _ANY
     else:
         shapes = _ANY
     for block_m, block_n, num_warps, num_stages in shapes:

@@ -46,7 +46,8 @@ def verify_attn(
     if pages.stride()[1:] != (C, 1):
         raise ValueError(f"`pages`: the keys of a page must be contiguous, got strides {pages.stride()}")
     chip = chip_of(q.device)
-    tiles = choose_tiles(chip, q.element_size(), T * H, value_dim, C - value_dim)
+    keys = page_table.shape[1] * pages.shape[1] + T
+    tiles = choose_tiles(chip, q.element_size(), B, T * H, keys, value_dim, C - value_dim)
     o = torch.empty((B, T, H, value_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((B, T, H), dtype=torch.float32, device=q.device)
     part_lse = torch.empty((chip.n_sms, 2, tiles.block_m), dtype=torch.float32, device=q.device)
@@ -88,6 +89,8 @@ def compile_cases(capability: int) -> list[CompileCase]:
         case
         for item, B, T, H, page, R, P in (
             ("bf16", 8, 33, 64, 64, 512, 64),
+            ("bf16", 1, 33, 64, 16, 512, 64),
+            ("fp16", 9, 33, 8, 32, 16, 8),
             ("fp16", 2, 3, 8, 64, 512, 64),
             ("bf16", 1, 1, 8, 16, 128, 16),
             ("fp32", 8, 65, 8, 64, 512, 64),
@@ -100,7 +103,7 @@ def _compile_cases(
     chip: Chip, item: str, B: int, T: int, H: int, page: int, R: int, P: int
 ) -> list[CompileCase]:
     C = R + P
-    tiles = choose_tiles(chip, 4 if item == "fp32" else 2, T * H, R, P)
+    tiles = choose_tiles(chip, 4 if item == "fp32" else 2, B, T * H, 65 * page + T, R, P)
     rows = merge_rows(B * T * H, chip.n_sms)
     attend, merge = _constexprs(tiles, B, C, R, page, rows)
     outputs = {"o": f"*{item}", "lse": "*fp32", "part_o": "*fp32", "part_lse": "*fp32"}

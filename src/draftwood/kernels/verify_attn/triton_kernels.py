@@ -60,11 +60,14 @@ def _locate(
 
 @triton.jit
 def _absorb(acc, top, weight, latent, s):
-    """Online softmax, base 2: one more block of latents [keys, R] and their transposed scores [keys, rows]."""
+    """Online softmax, base 2: one more block of latents [keys, R] and their transposed scores [keys, rows].
+
+    `weight` keeps a sum per place in the block: one sum over all keys at the end is cheaper than one per block.
+    """
     new_top = tl.maximum(top, tl.max(s, 0))
     decay = tl.exp2(top - new_top)
     p = tl.exp2(s - new_top[None, :])
-    weight = weight * decay + tl.sum(p, 0)
+    weight = weight * decay[None, :] + p
     acc = tl.dot(tl.trans(latent), p.to(latent.dtype), acc * decay[None, :], input_precision="ieee")
     return acc, new_top, weight
 
@@ -133,7 +136,7 @@ def attend(
         key = tl.arange(0, BLOCK_N)
         acc = tl.zeros([R_PAD, BLOCK_M], tl.float32)
         top = tl.full([BLOCK_M], LOWEST, tl.float32)
-        weight = tl.zeros([BLOCK_M], tl.float32)
+        weight = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         # Two conditions below that always hold keep the compiler from bad choices. With the arithmetic in one of its own,
         # the pipeliner issues the next block's loads before it, not after. With the first products in another, the
         # compiler does not see that they feed the last, and lays their warps over keys and rows instead of keys alone.
@@ -199,7 +202,7 @@ def attend(
                 s = tl.where((seen != 0) & live[:, None], (s + s_rope) * scale_log2, -float("inf"))
                 acc, top, weight = _absorb(acc, top, weight, latent_m, s)
 
-        acc, log2_sum = finish(acc, top, weight)
+        acc, log2_sum = finish(acc, top, tl.sum(weight, 0))
         out = tl.trans(acc)
         if last - first == blocks:
             to = b * T * H + row
