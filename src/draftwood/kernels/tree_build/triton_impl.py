@@ -78,7 +78,7 @@ def _blocks(D: int, K: int, T: int) -> dict[str, int]:
         "ROWS": max(1, min(triton.next_power_of_2(max(1, D)), _TILE // columns)),
         "DEPTHS": triton.next_power_of_2(max(1, D)),
         "BLOCK": triton.next_power_of_2(T),
-        "WORDS": triton.next_power_of_2(n_words(T)),
+        "WORDS": n_words(T),
     }
 
 
@@ -108,53 +108,74 @@ def _build(
     b = tl.program_id(0).to(tl.int64)
     lp += b * D * K
     ids += b * D * K
-    fault = _fault(lp, ids, D, K, COLUMNS, ROWS)
+    wanted, root_token = tl.load(budget + b), tl.load(root + b)
     floor = tl.load(min_score + b) + 0.0  # no -0.0
-    limit = tl.minimum(tl.maximum(tl.load(budget + b), 1), T)
+    # What a new slot needs stays in registers, by the depth of its parent: the log-probs of the new slot's first three
+    # children and of the first child of the first.
+    row = (tl.arange(0, DEPTHS) + 1) * K
+    end = D * K
+    firsts = tl.load(lp + row, mask=row < end, other=_NEVER)
+    seconds = tl.load(lp + row + 1, mask=(row < end) & (K > 1), other=_NEVER)
+    thirds = tl.load(lp + row + 2, mask=(row < end) & (K > 2), other=_NEVER)
+    belows = tl.load(lp + row + K, mask=row + K < end, other=_NEVER)
+    first = tl.load(lp, mask=end > 0, other=_NEVER) + 0.0
+    second = tl.load(lp + 1, mask=(end > 0) & (K > 1), other=_NEVER)
+    below_first = tl.load(lp + K, mask=end > K, other=_NEVER)
+    fault = _fault(lp, ids, D, K, COLUMNS, ROWS)
+    limit = tl.minimum(tl.maximum(wanted, 1), T)
     limit = tl.where((fault == _SOUND) & (floor <= 0.0), limit, 1)
     last = tl.where(floor > _NEVER, _bits(floor), _bits(_NEVER) - 1)
 
-    slot = tl.arange(0, BLOCK)
+    slot = tl.max_contiguous(tl.arange(0, BLOCK), 1)  # 32 slots per register
     score = tl.where(slot == 0, 0.0, _NEVER)
-    parent = tl.full([BLOCK], -1, tl.int32)
-    candidate = tl.zeros([BLOCK], tl.int32)  # depth - 1, rank of what the slot is, as an index into ids
+    origin = tl.full([BLOCK], -1, tl.int32)  # the offer that became the slot
     offer = (slot << _TO_SLOT).to(tl.int32)  # slot | rank of its next child | its depth
-    # Nothing between two offers waits for a load: the log-probs of every depth's first two candidates stay in
-    # registers, and each slot holds that of the rank after the one it offers.
-    row = tl.arange(0, DEPTHS) + 1  # of lp: what the children of a slot of depth `row - 1` will offer
-    heads = tl.load(lp + row * K, mask=(row < D) & (K > 0), other=_NEVER)
-    seconds = tl.load(lp + row * K + 1, mask=(row < D) & (K > 1), other=_NEVER)
-    first = tl.load(lp, mask=(D > 0) & (K > 0), other=_NEVER)
-    loaded = tl.load(lp + 1, mask=(D > 0) & (K > 1), other=_NEVER)
-    worth = tl.where(slot == 0, first + 0.0, _NEVER)  # of the offer
-    sibling = tl.full([BLOCK], _NEVER, tl.float32)
+    worth = tl.where(slot == 0, first, _NEVER)  # of the offer
+    sibling = tl.where(slot == 0, second, _NEVER)  # log-prob of the rank after the one offered
+    later = tl.full([BLOCK], _NEVER, tl.float32)  # and of the rank after that
+    below = tl.where(slot == 0, below_first, _NEVER)  # of the first child of the child offered
 
-    n, chosen = 1, 0
+    n, chosen, next_rank, next_candidate = 1, 0, 2, 2
     best = tl.min(_bits(worth))
     while (n < limit) & (best <= last):
-        taken = tl.min(tl.where(_bits(worth) == best, offer, _LAST))
-        sibling = tl.where(slot == chosen, loaded, sibling)  # of the turn before, whose load has arrived
+        is_best = _bits(worth) == best
+        # The next best is found beside the offer taken, not after it: unless another slot offers as much, what replaces
+        # the offer is known where the offer is.
+        following = score + sibling
+        instead = tl.minimum(_bits(following), _bits(worth + below))
+        next_best = tl.min(tl.where(is_best, instead, _bits(worth)))
+        smallest, largest = tl.min(tl.where(is_best, offer, _LAST)), tl.max(tl.where(is_best, offer, -1))
+        tied = smallest != largest
+        # This is `smallest`, put so that the compiler issues all three reductions before it waits for one.
+        taken = tl.minimum(tl.minimum(smallest, largest).to(tl.uint32), next_best | 0x7FFFFFFF).to(tl.int32)
+        # For the slot chosen in the turn before; the load takes less time than the reductions.
+        loaded = tl.load(lp + next_candidate, mask=next_rank < K, other=_NEVER)
+        later = tl.where(slot == chosen, loaded, later)
         chosen = taken >> _TO_SLOT
         rank = (taken >> _TO_RANK) & _RANKS
         depth = taken & _DEPTHS  # of the chosen slot
         is_new, is_chosen = slot == n, slot == chosen
         at_depth = tl.zeros([1], tl.int32) + depth
         taken_score = best.to(tl.float32, bitcast=True)
-        head = taken_score + tl.gather(heads, at_depth, 0)
-        worth = tl.where(is_new, head, tl.where(is_chosen, score + sibling, worth))
-        best = tl.min(_bits(worth))
-        sibling = tl.where(is_new, tl.gather(seconds, at_depth, 0), sibling)
-        loaded = tl.load(lp + depth * K + rank + 2, mask=rank + 2 < K, other=_NEVER)
+        head = taken_score + tl.gather(firsts, at_depth, 0)
+        worth = tl.where(is_new, head, tl.where(is_chosen, following, worth))
+        best = tl.where(tied, best, next_best)
+        sibling = tl.where(is_new, tl.gather(seconds, at_depth, 0), tl.where(is_chosen, later, sibling))
+        later = tl.where(is_new, tl.gather(thirds, at_depth, 0), later)
+        below = tl.where(is_new, tl.gather(belows, at_depth, 0), below)
+        next_rank, next_candidate = rank + 3, depth * K + rank + 3
         score = tl.where(is_new, taken_score, score)
-        parent = tl.where(is_new, chosen, parent)
-        candidate = tl.where(is_new, depth * K + rank, candidate)
+        origin = tl.where(is_new, taken, origin)
         offer += tl.where(is_new, depth + 1, is_chosen.to(tl.int32) << _TO_RANK)
         n += 1
 
     live = slot < n
     in_row = slot < T
-    token = tl.load(ids + candidate, mask=live & (slot > 0), other=0)
-    token = tl.where(slot == 0, tl.load(root + b), token)
+    grown = live & (slot > 0)
+    parent = tl.where(grown, origin >> _TO_SLOT, -1)
+    candidate = (origin & _DEPTHS) * K + ((origin >> _TO_RANK) & _RANKS)
+    token = tl.load(ids + candidate, mask=grown, other=0)
+    token = tl.where(slot == 0, root_token, token)
     depth = offer & _DEPTHS
     tl.store(tokens + b * T + slot, token, mask=in_row)
     tl.store(parents + b * T + slot, parent, mask=in_row)
@@ -162,10 +183,10 @@ def _build(
     tl.store(scores + b * T + slot, score, mask=in_row)
     tl.store(n_slots + b, n)
     tl.store(status + b, fault)
-    words = (T + 63) // 64
-    word = tl.arange(0, WORDS)[None, :]
-    place = ancestors + (b * T + slot[:, None]) * words + word
-    tl.store(place, _ancestors(parent, live, tl.max(depth), WORDS), mask=in_row[:, None] & (word < words))
+    deepest = tl.max(depth)
+    for word in tl.static_range(WORDS):
+        place = ancestors + (b * T + slot) * WORDS + word
+        tl.store(place, _ancestors(slot, parent, live, deepest, word), mask=in_row)
 
 
 @triton.jit
@@ -177,43 +198,53 @@ def _bits(x):
 @triton.jit
 def _fault(lp, ids, D, K, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
     """What is wrong with one request's candidates [D, K]."""
-    rank = tl.arange(0, COLUMNS)[None, :]
-    bad_score = tl.zeros([ROWS, COLUMNS], tl.int1)
-    bad_token = tl.zeros([ROWS, COLUMNS], tl.int1)
+    place = tl.max_contiguous(tl.arange(0, ROWS * COLUMNS), 1)  # so that a row of 32 is one register
+    rank = place % COLUMNS
+    column = tl.arange(0, COLUMNS)[None, :]
+    bad_score = tl.zeros([ROWS * COLUMNS], tl.int1)
+    bad_token = tl.zeros([ROWS * COLUMNS], tl.int1)
+    repeats = tl.zeros([ROWS, COLUMNS], tl.int1)
     for start in range(0, D, ROWS):
-        row = start + tl.arange(0, ROWS)[:, None]
+        row = start + place // COLUMNS
         inside = (row < D) & (rank < K)
         score = tl.load(lp + row * K + rank, mask=inside, other=_NEVER)
         before = tl.load(lp + row * K + rank - 1, mask=inside & (rank > 0), other=0.0)
+        token = tl.load(ids + row * K + rank, mask=inside, other=0)
         bad_score = bad_score | ~(score <= 0.0) | (score > before)  # NaN is not <= 0
         live = inside & (score > _NEVER)
-        token = tl.load(ids + row * K + rank, mask=live, other=0)
-        bad_token = bad_token | (token < 0)
-        n_live = tl.sum(live.to(tl.int32), 1)[:, None]  # the first of the row, if its scores descend
-        equal = tl.zeros([ROWS, COLUMNS], tl.int32)
-        for start_column in range(0, K, 8):
-            for column in tl.static_range(8):
-                here = start_column + column
-                other = tl.load(ids + row * K + here, mask=here < n_live, other=-1)
-                equal += (other == token).to(tl.int32)
-        bad_token = bad_token | (live & (equal > 1))
-    worst = tl.where(bad_score, 2, bad_token.to(tl.int32))
-    worst = tl.max(tl.max(worst, 1), 0)
+        bad_token = bad_token | (live & (token < 0))
+        mine = tl.reshape(tl.where(live, token, -1), [ROWS, COLUMNS])
+        others = tl.reshape(tl.where(live, token, -2), [ROWS, COLUMNS])
+        for shift in tl.range(1, COLUMNS // 2 + 1, loop_unroll_factor=8):  # each pair of a row once
+            partner = tl.broadcast_to((column + shift) % COLUMNS, [ROWS, COLUMNS])
+            repeats = repeats | (tl.gather(others, partner, 1) == mine)
+    bad_token = bad_token | tl.reshape(repeats, [ROWS * COLUMNS])
+    worst = tl.max(tl.where(bad_score, 2, bad_token.to(tl.int32)))
     return tl.where(worst == 2, _BAD_SCORE, tl.where(worst == 1, _BAD_TOKEN, _SOUND))
 
 
 @triton.jit
-def _ancestors(parent, live, deepest, WORDS: tl.constexpr):
-    """[BLOCK, WORDS] i64: each live slot's bits, its own included; each turn doubles the steps up that are seen."""
-    slot = tl.arange(0, parent.shape[0])[:, None]
-    word = tl.arange(0, WORDS)[None, :]
-    one = tl.full([parent.shape[0], WORDS], 1, tl.int64)
-    bits = tl.where(live[:, None] & (slot // 64 == word), one << (slot % 64).to(tl.int64), 0)
-    above = parent[:, None] + tl.zeros([1, WORDS], tl.int32)  # slots whose bits are still to be added
-    steps = 1
+def _ancestors(slot, parent, live, deepest, word):
+    """[BLOCK] i64: one word of each live slot's bits, its own included; each turn doubles the steps up."""
+    bits = _bit(slot, live, word) | _bit(parent, parent >= 0, word)
+    above, steps = (
+        _at(parent, parent, -1),
+        2,
+    )  # the slots whose bits are still to be added, and how far up they are
     while steps <= deepest:
-        at = tl.maximum(above, 0)
-        bits = bits | tl.where(above >= 0, tl.gather(bits, at, 0), 0)
-        above = tl.where(above >= 0, tl.gather(above, at, 0), -1)
+        bits |= _at(bits, above, 0)
+        above = _at(above, above, -1)
         steps *= 2
     return bits
+
+
+@triton.jit
+def _bit(slot, mask, word):
+    one = tl.full(slot.shape, 1, tl.int64)
+    return tl.where(mask & (slot // 64 == word), one << tl.maximum(slot % 64, 0).to(tl.int64), 0)
+
+
+@triton.jit
+def _at(x, slot, other):
+    """x[slot], or `other` where there is no such slot."""
+    return tl.where(slot >= 0, tl.gather(x, tl.maximum(slot, 0), 0), other)
