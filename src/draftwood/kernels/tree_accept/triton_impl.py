@@ -108,7 +108,7 @@ def _accept(
     chosen = tl.load(choice + b * choice_b + slot, mask=slot < T, other=0)
     most_new = tl.maximum(tl.load(max_new + b), 1)
     most_context = tl.maximum(tl.load(context_left + b), 1)
-    needed = ()
+    needed: tl.tuple = ()
     for w in tl.static_range(W):
         place = ancestors + b * ancestors_b + slot * ancestors_t + w * ancestors_w
         needed += (tl.load(place, mask=slot < T, other=0),)
