@@ -91,19 +91,21 @@ class Tiles:
 def choose_tiles(chip: Chip, item_size: int, rows: int, head_dim: int, page: int) -> Tiles:
     """The deepest pipeline that fits; rows up to 64 share a tile. Raises `ValueError` where nothing fits.
 
-    With wgmma tiles are 64 rows and widths at least 64. Weights of fewer rows have another swizzle than the keys whose
-    shared memory they reuse, and for two such operands at one address ptxas 12.8 derives some descriptors from a
-    register that was never written; narrower values leave wgmma.
+    With wgmma, tiles have 64 rows, however few are needed. Weights of fewer rows have another swizzle than the keys whose
+    shared memory they take, and for two such operands at one address ptxas 12.8 derives some descriptors from a register
+    that was never written. Heads narrower than 64 would leave wgmma.
     """
-    wide = chip.has_wgmma and item_size < 4
-    width = max(64 if wide else 16, triton.next_power_of_2(head_dim))
-    block_n = 64 if wide else 32
-    block_m = 64 if wide else max(16, min(32, triton.next_power_of_2(rows)))
-    num_warps = 8 if block_m * width > 64 * 128 else 4  # the output's registers
-    depths = (4, 3, 2) if page >= block_n else (2,)  # keys of several pages: deeper ones spill
-    shapes = [(block_m, block_n, num_warps, stages, programs) for programs in (2, 1) for stages in depths]
+    width = max(64 if chip.has_wgmma and item_size == 2 else 16, triton.next_power_of_2(head_dim))
     if item_size == 4:
         shapes = [(16, 16, 4, 1, 2)]
+    elif chip.has_wgmma and width > 128:  # the output takes the registers that a pipeline's addresses need
+        shapes = [(64, 64, 8, 1, 1)]
+    else:
+        block_m, block_n = 64, 64
+        if not chip.has_wgmma:
+            block_m, block_n = max(16, min(32, triton.next_power_of_2(rows))), max(16, min(32, page))
+        depths = (4, 3, 2) if page >= block_n else (2,)  # keys of several pages: deeper ones spill
+        shapes = [(block_m, block_n, 4, stages, programs) for programs in (2, 1) for stages in depths]
     for shape in shapes:
         tiles = Tiles(*shape, width)
         if tiles.programs * tiles.shared(item_size) <= chip.shared:
