@@ -18,15 +18,35 @@ SCRIPT = Path(__file__).parents[1] / "support" / "triton_compile.py"
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if exists(k, "triton")])
 def test_fits_every_chip(kernel, tmp_path):
+    facts = compiled(tmp_path, kernel)
+    assert {f["capability"] for f in facts} == set(CAPABILITIES)
+    assert_fits(facts)
+
+
+@pytest.mark.slow
+def test_gluon_fits_hopper(tmp_path):
+    facts = compiled(tmp_path, "verify_attn", "gluon")
+    assert {f["capability"] for f in facts} == {90}
+    assert_fits(facts)
+    assert [f for f in facts if f["serialised"]] == []
+
+
+def compiled(cache, *arguments):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    environment["TRITON_CACHE_DIR"] = str(cache)
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), kernel], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    facts = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {f["capability"] for f in facts} == set(CAPABILITIES)
     print(done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_fits(facts):
     assert [f for f in facts if f["shared"] > SHARED_LIMIT[f["capability"]]] == []
     assert [f for f in facts if f["stack"] > 0 and (not f["hot"] or any(map(spills, f["hot"])))] == []
     assert [f for f in facts if f["register_a"]] == []

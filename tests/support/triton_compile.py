@@ -1,8 +1,8 @@
-"""Compile a kernel's Triton configurations for every chip, without a GPU: `python triton_compile.py KERNEL`.
+"""Compile a kernel's Triton configurations for every chip, without a GPU: `python triton_compile.py KERNEL [triton | gluon]`.
 
 Prints one JSON object per line: kernel, name, capability, shared (bytes), registers (per thread), stack (bytes per
 thread, spills included), hot (for each innermost loop over products: instructions, and those that spill and reload),
-register_a (async wgmma reads A from registers). Runs in a process of its own because a process whose Triton interprets
+register_a (async wgmma reads A from registers), serialised (what ptxas says of asynchronous products that it makes wait). Runs in a process of its own because a process whose Triton interprets
 cannot compile.
 """
 
@@ -19,8 +19,8 @@ from importlib import import_module
 from draftwood.kernels.compile_case import CAPABILITIES
 
 
-def report(kernel):
-    module = import_module(f"draftwood.kernels.{kernel}.triton_impl")
+def report(kernel, impl="triton"):
+    module = import_module(f"draftwood.kernels.{kernel}.{impl}_impl")
     for capability in CAPABILITIES:
         for case in module.compile_cases(capability):
             facts = compile_facts(case, capability)
@@ -31,11 +31,12 @@ def compile_facts(case, capability):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = case.kernel.arg_names
     if unmatched := set(names) ^ (set(case.arguments) | set(case.constexprs)):
         raise ValueError(f"compile case `{case.name}`: missing or unknown: {', '.join(sorted(unmatched))}")
-    source = ASTSource(
+    source = (GluonASTSource if case.kernel.is_gluon() else ASTSource)(
         case.kernel,
         signature={n: argument_type(case.arguments.get(n, 1)) for n in names},
         constexprs={
@@ -53,6 +54,7 @@ def compile_facts(case, capability):
         "shared": compiled.metadata.shared,
         **resource_usage(compiled.asm["cubin"]),
         "hot": hot_loops(compiled.asm["cubin"]),
+        "serialised": serialised(compiled.asm["ptx"], capability),
         "register_a": bool(re.search(r"warp_group_dot .*isAsync = true.*: tensor<", compiled.asm["ttgir"])),
     }
 
@@ -74,6 +76,25 @@ def resource_usage(cubin):
     text = inspect(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin)
     used = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text))
     return {"registers": int(used["REG"]), "stack": int(used["STACK"]) + int(used["LOCAL"])}
+
+
+def serialised(ptx, capability):
+    if "wgmma" not in ptx:
+        return []
+    import triton
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [
+            triton.knobs.nvidia.ptxas.path,
+            f"--gpu-name=sm_{capability}a",
+            file.name,
+            "-o",
+            "/dev/null",
+        ]
+        log = subprocess.run(command, check=True, capture_output=True, text=True)
+    return re.findall(r"\(C75\d\d\).*", log.stderr)
 
 
 def hot_loops(cubin):
@@ -111,4 +132,4 @@ def inspect(tool, option, cubin):
 
 
 if __name__ == "__main__":
-    report(sys.argv[1])
+    report(*sys.argv[1:])
