@@ -1,4 +1,4 @@
-"""How many slots a tree should have: what pays, by measured cost and by acceptance as observed.
+"""How deep to draft and how many slots a tree should have: what pays, by measured cost and acceptance as observed.
 
 Expected tokens of a tree cut to N slots are 1 + c * sum of exp(score) over its drafted slots; c corrects the
 drafter's own belief by what was accepted. The controller maximises expected tokens per second, plain decoding
@@ -7,7 +7,7 @@ included: where drafting does not pay it stops, and probes again after a while.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -19,6 +19,8 @@ RECENT = 0.3
 """Weight of the newest drafted round in the judgement whether drafting pays."""
 OUTLIER = 2.0
 """A pass that took longer than this times the expected counts as that: something else had the processor."""
+FULL_DEPTH_EVERY = 16
+"""Drafts between two of full depth, which show what the deeper tokens would bring."""
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
 """Plain rounds before drafting is probed again; doubles while probing does not pay."""
 
@@ -48,10 +50,13 @@ class CostTable:
 
 
 class BudgetController:
-    """Picks the slots of each round for a whole batch."""
+    """Picks depth and slots of each round for a whole batch; `draft_seconds` are those of drafting 1, 2, ... tokens deep."""
 
-    def __init__(self, cost: CostTable, draft_seconds: float) -> None:
-        self.cost, self.draft_seconds = cost, draft_seconds
+    def __init__(self, cost: CostTable, draft_seconds: Sequence[float]) -> None:
+        self.cost, self.draft_seconds = cost, np.array(draft_seconds, np.float64)
+        self._gain = np.zeros(len(draft_seconds))  # tokens that each depth brings, decayed means
+        self._verify_seconds = 0.0  # decayed mean of the trees picked
+        self._drafts = 0
         self._promised = self._accepted = 1.0  # decayed sums; one token of good faith
         self._pause = self._next_pause = 0
         self._recent: tuple[float, float] | None = (
@@ -76,15 +81,26 @@ class BudgetController:
             return False
         return True
 
-    def pick(self, tree: DraftTree) -> int:
-        """Slots to keep of a drafted tree, at least 2: most expected tokens per second.
+    def depth(self) -> int:
+        """How deep the next block should be drafted, going by the trees that were picked lately."""
+        self._drafts += 1
+        if self._drafts % FULL_DEPTH_EVERY == 1:
+            return len(self._gain)
+        rates = (1 + np.cumsum(self._gain)) / (self.draft_seconds + self._verify_seconds)
+        return int(np.argmax(rates)) + 1
+
+    def pick(self, tree: DraftTree, depth: int) -> int:
+        """Slots to keep of a tree drafted `depth` deep, at least 2: most expected tokens per second.
 
         Where the drafted rounds since the last pause are slower than plain decoding, the rounds to come pause drafting.
         """
-        expected = expected_tokens(tree, self.calibration)[1:]
-        seconds = self.draft_seconds + self.cost.of(tree.B * np.arange(2, tree.T + 1))
+        chances = reach(tree, self.calibration)
+        expected = chances.sum(0).cumsum()[1:]
+        verify = self.cost.of(tree.B * np.arange(2, tree.T + 1))
+        seconds = self.draft_seconds[depth - 1] + verify
         best = int(np.argmax(expected / seconds))
         newest = float(expected[best]), float(seconds[best])
+        self._learn_depths(tree, chances / tree.B, best + 2, depth, float(verify[best]))
         before = newest if self._recent is None else self._recent
         tokens, took = (RECENT * new + (1 - RECENT) * old for new, old in zip(newest, before, strict=True))
         if tokens / took > tree.B / self.cost(tree.B):
@@ -94,21 +110,31 @@ class BudgetController:
             self._pause = self._next_pause = min(max(2 * self._next_pause, FIRST_PAUSE), LONGEST_PAUSE)
         return best + 2
 
+    def _learn_depths(
+        self, tree: DraftTree, chances: np.ndarray, slots: int, depth: int, verify_seconds: float
+    ) -> None:
+        by_depth = np.bincount(
+            tree.numpy().depths[:, :slots].ravel(), chances[:, :slots].ravel(), minlength=depth + 1
+        )
+        weight = 1.0 if self._drafts <= 1 else RECENT
+        self._gain[:depth] += weight * (by_depth[1:] - self._gain[:depth])
+        self._verify_seconds += weight * (verify_seconds - self._verify_seconds)
+
     def observe_cost(self, rows: int, seconds: Mapping[str, float]) -> None:
         """Stage times of a round over `rows` target rows; rounds that drafted name more rows than requests."""
         self.cost.observe(rows, seconds["verify"] + seconds["accept"] + seconds["commit"])
 
-    def observe_draft(self, promised: float, accepted: int, seconds: Mapping[str, float]) -> None:
-        """A drafted round: tokens its scores promised, uncorrected and roots excluded, and tokens accepted."""
+    def observe_draft(self, promised: float, accepted: int, depth: int, seconds: Mapping[str, float]) -> None:
+        """A round drafted `depth` deep: tokens its scores promised, uncorrected and roots excluded, and tokens accepted."""
         self._promised = (1 - FORGET) * self._promised + FORGET * promised
         self._accepted = (1 - FORGET) * self._accepted + FORGET * accepted
-        took = min(seconds["draft"] + seconds["build"], OUTLIER * self.draft_seconds)
-        self.draft_seconds += FORGET * (took - self.draft_seconds)
+        known = self.draft_seconds[depth - 1]
+        took = min(seconds["draft"] + seconds["build"], OUTLIER * known)
+        self.draft_seconds += FORGET * (took - known)  # what shifts one depth shifts them all
 
 
-def expected_tokens(tree: DraftTree, calibration: float) -> np.ndarray:
-    """[T] f64: expected tokens of the whole batch if every tree kept its first 1..T slots."""
-    scores = tree.numpy().scores.astype(np.float64)
-    chances = np.exp(scores) * calibration
+def reach(tree: DraftTree, calibration: float) -> np.ndarray:
+    """[B, T] f64: the chance that each slot is on the accepted path; 1 for roots."""
+    chances = np.exp(tree.numpy().scores.astype(np.float64)) * calibration
     chances[:, 0] = 1.0
-    return np.asarray(np.cumsum(chances, axis=1).sum(axis=0))
+    return np.asarray(chances)

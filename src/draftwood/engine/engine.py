@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -116,7 +116,7 @@ class Engine:
         with timer("accept"):
             host = to_host(result)
             logprobs = _logprobs(self.stages, self.running, result, host)
-        events = self._deliver(result, host, logprobs, timer.seconds)
+        events = self._deliver(plan, result, host, logprobs, timer.seconds)
         self._retire()
         return events
 
@@ -179,16 +179,12 @@ class Engine:
             return RoundPlan(s.slots, s.depth, s.top_k)
         if not s.controller.wants_draft():
             return RoundPlan(1, 0, 1)
-        return RoundPlan(s.slots, s.depth, s.top_k, prune=self._prune)
-
-    def _prune(self, tree: DraftTree) -> DraftTree:
-        """Keep the slots that pay, and no more than the largest tree has."""
-        assert self.speculation.controller is not None
-        live = tree.truncated(int(tree.n_slots.max()))
-        return live if live.T == 1 else live.truncated(self.speculation.controller.pick(live))
+        depth = s.controller.depth()
+        return RoundPlan(s.slots, depth, s.top_k, prune=partial(_prune, s.controller, depth))
 
     def _deliver(
         self,
+        plan: RoundPlan,
         result: RoundResult,
         host: HostResult,
         logprobs: list[list[TokenLogprob] | None],
@@ -196,7 +192,7 @@ class Engine:
     ) -> list[StreamEvent]:
         tree, batch = result.tree, len(self.running)
         promised = tree.scores.exp().sum(1).tolist()  # inert slots score -inf
-        self._learn(tree, promised, host, seconds)
+        self._learn(plan, tree, promised, host, seconds)
         events = []
         for row, request in enumerate(self.running):
             tokens, n = host.emitted[row], host.n_slots[row]
@@ -222,7 +218,12 @@ class Engine:
         return events
 
     def _learn(
-        self, tree: DraftTree, promised: list[float], host: HostResult, seconds: dict[str, float]
+        self,
+        plan: RoundPlan,
+        tree: DraftTree,
+        promised: list[float],
+        host: HostResult,
+        seconds: dict[str, float],
     ) -> None:
         """Tell the budget controller what the round cost and what was accepted; rows cut short teach nothing."""
         controller = self.speculation.controller
@@ -232,7 +233,7 @@ class Engine:
         going = [row for row, done in enumerate(host.done) if done == Done.RUNNING]
         if tree.T > 1 and going:
             accepted = sum(len(host.emitted[row]) - 1 for row in going)
-            controller.observe_draft(sum(promised[row] - 1 for row in going), accepted, seconds)
+            controller.observe_draft(sum(promised[row] - 1 for row in going), accepted, plan.depth, seconds)
 
     def _retire(self) -> None:
         finished = [r for r in self.running if r.finished]
@@ -245,6 +246,12 @@ class Engine:
         for request in requests:
             self.allocator.release(request.pages)
             request.pages = []
+
+
+def _prune(controller: BudgetController, depth: int, tree: DraftTree) -> DraftTree:
+    """Keep the slots that pay, and no more than the largest tree has."""
+    live = tree.truncated(int(tree.n_slots.max()))
+    return live if live.T == 1 else live.truncated(controller.pick(live, depth))
 
 
 class StageTimer:

@@ -10,6 +10,7 @@ import operator
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,9 +225,9 @@ class LLM:
 
     @torch.inference_mode()
     def _calibrate(self, largest: Speculation) -> BudgetController:
-        """Time target passes of several sizes and a draft; rounds correct these numbers as they go."""
+        """Time target passes of several sizes and drafts of every depth; rounds correct these numbers as they go."""
         sizes = tuple(n for n in TIMED_ROWS if n <= max(2, self.config.max_budget))
-        return BudgetController(CostTable(self._time_target, sizes), self._time_draft(largest))
+        return BudgetController(CostTable(self._time_target, sizes), self._time_drafts(largest))
 
     def _time_target(self, rows: int) -> float:
         """Seconds of a target pass over `rows` independent roots with an empty prefix."""
@@ -240,8 +241,8 @@ class LLM:
 
         return self._best_of_three(run)
 
-    def _time_draft(self, largest: Speculation) -> float:
-        """Seconds of drafting and building the largest tree of one greedy request with an empty prefix."""
+    def _time_drafts(self, largest: Speculation) -> list[float]:
+        """Seconds of drafting 1, 2, ... tokens deep and building the largest tree, for a greedy request without prefix."""
         request = self._request(0, [0], SamplingParams())
         state = build_state(
             [request],
@@ -251,8 +252,12 @@ class LLM:
             device=self.device,
         )
         stages = Stages(self.target, self.latents, self.drafting, self.kernels, self.config.noise_coupled)
-        plan = RoundPlan(largest.slots, largest.depth, largest.top_k)
-        return self._best_of_three(lambda: build(stages, state, plan, *draft(stages, state, plan)))
+
+        def run(depth: int) -> None:
+            plan = RoundPlan(largest.slots, depth, largest.top_k)
+            build(stages, state, plan, *draft(stages, state, plan))
+
+        return [self._best_of_three(partial(run, depth)) for depth in range(1, largest.depth + 1)]
 
     def _best_of_three(self, run: Callable[[], object]) -> float:
         best = float("inf")

@@ -72,7 +72,6 @@ class DenseExperts:
         gate, up = self._gate_up(x).chunk(2, -1)
         h = F.silu(gate).mul_(up)
         scale = x.new_zeros(len(x), self._n_routed).scatter_(1, experts.long(), weights)
-        h[:, : self._n_routed * self._inner].unflatten(1, (self._n_routed, self._inner)).mul_(
-            scale[..., None]
-        )
+        routed = h[:, : self._n_routed * self._inner]
+        routed.view(len(x), self._n_routed, self._inner).mul_(scale[..., None])
         return self._down(h)
