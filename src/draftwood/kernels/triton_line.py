@@ -54,20 +54,24 @@ def merge(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,  # that are loaded together
 ):
     """What programs first..last left of a tile's rows: output [WIDTH, ROWS] and log2-sum [ROWS]."""
     col = tl.arange(0, WIDTH)
     top = tl.full([ROWS], LOWEST, tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([WIDTH, ROWS], tl.float32)
-    for program in tl.range(first, last + 1, num_stages=3):
-        part = part_slot(program, tile_start, total, programs) * BLOCK_M + row
-        log2_sum = tl.load(part_lse + part)
-        value = tl.load(part_o + part[None, :] * WIDTH + col[:, None])
-        new_top = tl.maximum(top, log2_sum)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in range(first, last + 1, PARTS):
+        program = start + tl.arange(0, PARTS)
+        part = part_slot(program, tile_start, total, programs)[:, None] * BLOCK_M + row[None, :]
+        some = (program <= last)[:, None] & (row >= 0)[None, :]
+        log2_sum = tl.load(part_lse + part, mask=some, other=-float("inf"))
+        value = part_o + part[:, :, None] * WIDTH + col[None, None, :]
+        value = tl.load(value, mask=some[:, :, None], other=0.0)
+        new_top = tl.maximum(top, tl.max(log2_sum, 0))
         decay = tl.exp2(top - new_top)
-        p = tl.exp2(log2_sum - new_top)
-        weight = weight * decay + p
-        acc = acc * decay[None, :] + value * p[None, :]
+        p = tl.exp2(log2_sum - new_top[None, :])
+        weight = weight * decay + tl.sum(p, 0)
+        acc = acc * decay[:, None] + tl.sum(value * p[:, :, None], 0)
         top = new_top
-    return finish(acc, top, weight)
+    return finish(tl.trans(acc), top, weight)

@@ -15,7 +15,8 @@ from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.draft_attn import triton_kernels
 
 _LOG2_E = math.log2(math.e)
-_MERGE_ROWS = 4
+_MERGE_ROWS = 2
+_MERGE_PARTS = 8
 _MERGE_WARPS = 1
 
 
@@ -171,4 +172,8 @@ def _constexprs(
     """Compile-time arguments of `attend` and of `merge_parts`."""
     both = {"GROUP": group, "HD": hd, "HD_PAD": tiles.width, "PAGE": page, "WINDOW": windowed}
     both |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "B_PAD": max(2, triton.next_power_of_2(B))}
-    return {**both, "CAUSAL": causal, "STAGES": tiles.num_stages}, {**both, "ROWS": _MERGE_ROWS}
+    return {**both, "CAUSAL": causal, "STAGES": tiles.num_stages}, {
+        **both,
+        "ROWS": _MERGE_ROWS,
+        "PARTS": _MERGE_PARTS,
+    }

@@ -211,6 +211,7 @@ def merge_parts(
     BLOCK_N: tl.constexpr,
     B_PAD: tl.constexpr,
     ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Combine the partial results of ROWS rows of one tile."""
     row_tiles = tl.cdiv(S * GROUP, BLOCK_M)
@@ -227,7 +228,8 @@ def merge_parts(
     last = owner(tile_start + blocks - 1, total, programs)
     if first < last:
         merged = merge(
-            part_o, part_lse, first, last, tile_start, total, programs, row % BLOCK_M, ROWS, HD_PAD, BLOCK_M
+            *(part_o, part_lse, first, last, tile_start, total, programs),
+            *(row % BLOCK_M, ROWS, HD_PAD, BLOCK_M, PARTS),
         )
         col = tl.arange(0, HD_PAD)
         to = ((b.to(tl.int64) * S + row // GROUP) * Hkv + head) * GROUP + row % GROUP

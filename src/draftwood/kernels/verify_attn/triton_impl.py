@@ -19,6 +19,7 @@ from draftwood.tree import n_words
 
 _LOG2_E = math.log2(math.e)
 _MERGE_WARPS = 4
+_MERGE_LOADS = 16  # rows of partial results that a program has in flight
 
 
 def verify_attn(
@@ -130,4 +131,5 @@ def _constexprs(
     """Compile-time arguments of `attend` and of `merge_parts`."""
     both = {"PAGE": page, "R": R, "R_PAD": tiles.latent_pad, "B_PAD": max(2, triton.next_power_of_2(B))}
     both |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
-    return {**both, "C": C, "P_PAD": tiles.rope_pad, "STAGES": tiles.num_stages}, {**both, "ROWS": rows}
+    merge = {"ROWS": rows, "PARTS": max(1, _MERGE_LOADS // rows)}
+    return {**both, "C": C, "P_PAD": tiles.rope_pad, "STAGES": tiles.num_stages}, {**both, **merge}

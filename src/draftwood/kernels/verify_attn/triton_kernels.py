@@ -236,6 +236,7 @@ def merge_parts(
     BLOCK_N: tl.constexpr,
     B_PAD: tl.constexpr,
     ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Combine the partial results of ROWS rows of one tile, and give inert slots their 0 and -inf."""
     capacity = M * PAGE
@@ -260,7 +261,7 @@ def merge_parts(
         if first < last:
             merged, log2_sum = merge(
                 *(part_o, part_lse, first, last, tile_start, total, programs),
-                *(row % BLOCK_M, ROWS, R_PAD, BLOCK_M),
+                *(row % BLOCK_M, ROWS, R_PAD, BLOCK_M, PARTS),
             )
             tl.store(lse + to, log2_sum * LN_2, mask=~dead)
             out = tl.trans(merged).to(o.dtype.element_ty)
