@@ -1,6 +1,6 @@
 """moe in Triton: route, put the (token, expert) pairs in expert order, two products over expert tiles, sum per token.
 
-Six kernels, grids from shapes alone: a token's experts are known on the device only, so the grid has a tile for the most
+Six kernels, five for one token, grids from shapes alone: a token's experts are known on the device only, so the grid has a tile for the most
 that there can be and programs of unused ones end at once. No sum depends on the order in which programs run.
 """
 
@@ -57,23 +57,29 @@ def moe(
     pairs = N * top_k
     tile = choose_tile(chip_of(x.device), x.element_size(), pairs, E)
     tiles = tile.count(pairs, E)
-    order = torch.empty(tiles * tile.block_m, dtype=torch.int32, device=x.device)
-    tile_expert = torch.empty(tiles, dtype=torch.int32, device=x.device)
     hidden = torch.empty((pairs, I), dtype=x.dtype, device=x.device)
     outputs = torch.empty((pairs, d), dtype=torch.float32, device=x.device)
     out = torch.empty((N, d), dtype=x.dtype, device=x.device)
-    triton_kernels.align[(E,)](experts, order, tile_expert, pairs, tiles, **_align_constexprs(tile, pairs, E))
+    alone = N == 1  # its experts are distinct: nothing to put in order
+    order = tile_expert = experts
+    if not alone:
+        order = torch.empty(tiles * tile.block_m, dtype=torch.int32, device=x.device)
+        tile_expert = torch.empty(tiles, dtype=torch.int32, device=x.device)
+        placing = _align_constexprs(tile, pairs, E)
+        triton_kernels.align[(E,)](experts, order, tile_expert, pairs, tiles, **placing)
     launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     triton_kernels.gate_up[(tiles, triton.cdiv(I, tile.block_n))](
         *(x, gate_up, hidden, order, tile_expert, pairs, d, I),
         *(x.stride(0), gate_up.stride(0), gate_up.stride(1)),
         TOP_K=top_k,
+        ALONE=alone,
         **tile.constexprs(),
         **launch,
     )
     triton_kernels.down[(tiles, triton.cdiv(d, tile.block_n))](
         *(hidden, down, routing, outputs, order, tile_expert, pairs, d, I),
         *(down.stride(0), down.stride(1)),
+        ALONE=alone,
         **tile.constexprs(),
         **launch,
     )
@@ -170,7 +176,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
         )
         for case in _product_cases(chip, item, N, E, d, I)
     ]
-    return cases + [case for N, E, G in ((1, 64, 1), (128, 256, 8)) for case in _routing_cases(chip, N, E, G)]
+    return cases + [case for N, E, G in ((2, 64, 1), (128, 256, 8)) for case in _routing_cases(chip, N, E, G)]
 
 
 def _product_cases(chip: Chip, item: str, N: int, E: int, d: int, I: int) -> list[CompileCase]:
@@ -181,7 +187,7 @@ def _product_cases(chip: Chip, item: str, N: int, E: int, d: int, I: int) -> lis
     first |= {"x_n": d, "weight_e": 2 * I * d, "weight_i": d}
     second = {"hidden": f"*{item}", "weight": f"*{item}", "routing": "*fp32", "outputs": "*fp32", **order}
     second |= {"weight_e": I * d, "weight_d": I}
-    shape, launch = tile.constexprs(), (tile.num_warps, tile.num_stages)
+    shape, launch = {"ALONE": N == 1, **tile.constexprs()}, (tile.num_warps, tile.num_stages)
     name = f"{item} {N} tokens"
     return [
         CompileCase(f"gate_up {name}", triton_kernels.gate_up, first, {"TOP_K": top_k, **shape}, *launch),

@@ -132,6 +132,16 @@ def align(
 
 
 @triton.jit
+def _pairs_of_tile(order, pairs, ALONE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """A tile's pairs, `pairs` where there is none; with one token every tile has one pair, in the order of ranks."""
+    offset = tl.arange(0, BLOCK_M)
+    if ALONE:
+        return tl.where(offset == 0, tl.program_id(0), pairs)
+    else:
+        return tl.load(order + tl.program_id(0) * BLOCK_M + offset)
+
+
+@triton.jit
 def gate_up(
     x,  # [N, d]
     weight,  # [E, 2 I, d], gate rows first
@@ -145,6 +155,7 @@ def gate_up(
     weight_e,
     weight_i,
     TOP_K: tl.constexpr,
+    ALONE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -152,7 +163,7 @@ def gate_up(
     """hidden = silu(x gate^T) * (x up^T) for one tile of pairs and BLOCK_N of the I rows."""
     e = tl.load(tile_expert + tl.program_id(0)).to(tl.int64)
     if e >= 0:
-        pair = tl.load(order + tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M))
+        pair = _pairs_of_tile(order, pairs, ALONE, BLOCK_M)
         i = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         rows = x + (pair // TOP_K).to(tl.int64)[:, None] * x_n
         gates = weight + e * weight_e + i.to(tl.int64)[:, None] * weight_i
@@ -183,6 +194,7 @@ def down(
     I,
     weight_e,
     weight_d,
+    ALONE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -190,7 +202,7 @@ def down(
     """outputs = routing weight * hidden down^T for one tile of pairs and BLOCK_N of the d rows."""
     e = tl.load(tile_expert + tl.program_id(0)).to(tl.int64)
     if e >= 0:
-        pair = tl.load(order + tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M))
+        pair = _pairs_of_tile(order, pairs, ALONE, BLOCK_M)
         c = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         rows = hidden + pair.to(tl.int64)[:, None] * I
         downs = weight + e * weight_e + c.to(tl.int64)[:, None] * weight_d
