@@ -67,7 +67,7 @@ def _exchange(keys, stride: tl.constexpr, run: tl.constexpr):
     others = tl.sum(pairs, 1, keep_dims=True) - pairs  # wraps back
     place = tl.reshape(tl.arange(0, N), [N // (2 * stride), 2, stride])
     keep_larger = ((place & stride) == 0) == ((place & run) == 0)
-    return tl.reshape(tl.where(keep_larger, tl.maximum(pairs, others), tl.minimum(pairs, others)), [N])
+    return tl.reshape(tl.where((others > pairs) == keep_larger, others, pairs), [N])
 
 
 @triton.jit

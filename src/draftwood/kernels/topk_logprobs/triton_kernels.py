@@ -22,6 +22,7 @@ SCAN_TILE = 1024
 
 _FAN = tl.constexpr(FAN)
 _SCAN_TILE = tl.constexpr(SCAN_TILE)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _NEVER = tl.constexpr(float("-inf"))
 _NO_KEY = tl.constexpr(-(2**63))
 _LAST = tl.constexpr(0x7FFFFFFF)
@@ -55,16 +56,24 @@ def stream(
         t = tl.load(temperature + b)
         if t > 0:
             bits = tile_bits(tl.load(seed + b), tl.load(position + row), first, TILE)
-            x = tl.div_rn(x, t) - tl.log(approximate_rate(bits))
-    x = finite(x)
-    of_16 = tl.max(tl.reshape(x, [TILE // _FAN, _FAN]), 1)
-    of_256 = tl.max(tl.reshape(of_16, [TILE // (_FAN * _FAN), _FAN]), 1)
-    top = tl.max(of_256)
+            x = x / t - tl.log(approximate_rate(bits))
+    of_16, of_256, top, sums = _summary(x, TILE)
+    if (sums < float("inf")) == 0:  # NaN or an infinity among them
+        of_16, of_256, top, sums = _summary(finite(x), TILE)
     tl.store(fine + (row * tiles + tile) * (TILE // _FAN) + tl.arange(0, TILE // _FAN), of_16)
     group = tl.arange(0, TILE // (_FAN * _FAN))
     tl.store(coarse + (row * tiles + tile) * (TILE // (_FAN * _FAN)) + group, of_256)
     tl.store(maximum + row * tiles + tile, top)
-    tl.store(total + row * tiles + tile, tl.sum(tl.exp(x - shift_of(top))))
+    tl.store(total + row * tiles + tile, sums)
+
+
+@triton.jit
+def _summary(x, TILE: tl.constexpr):
+    """Maxima of 16, of 256 and of all tokens of a tile, and its softmax sum, which is neither NaN nor inf if x is sound."""
+    of_16 = tl.max(tl.reshape(x, [TILE // _FAN, _FAN]), 1)
+    of_256 = tl.max(tl.reshape(of_16, [TILE // (_FAN * _FAN), _FAN]), 1)
+    top = tl.max(of_256)
+    return of_16, of_256, top, tl.sum(tl.exp2((x - shift_of(top)) * _LOG2_E))
 
 
 @triton.jit
@@ -116,7 +125,7 @@ def select(
     if COUPLED:
         t, s, p = tl.load(temperature + b), tl.load(seed + b), tl.load(position + row)
         if t > 0:
-            x = tl.div_rn(x, t) - tl.log(approximate_rate(random_bits(s, p, base + place)))
+            x = x / t - tl.log(approximate_rate(random_bits(s, p, base + place)))
         keys = largest(_keys(finite(x), place, valid), LOG_K + 4, LOG_K)
         if t > 0:
             keys, crowded = _by_exact_values(logits, t, s, p, keys, base, offset, v, k, LOG_K)
