@@ -31,7 +31,7 @@ DEFAULTS: dict[str, Axis] = {
 TOLERANCE = {
     "float64": (1e-12, 1e-12),
     "float32": (1e-5, 1e-5),
-    "bfloat16": (2**-7, 1e-2),
+    "bfloat16": (2**-7, 2e-2),  # rounding the activations alone costs up to 0.016, over 300 seeds of N=32
     "float16": (2**-10, 2e-3),
 }
 
