@@ -302,11 +302,11 @@ def test_one_bad_request_does_not_spoil_the_next(folders):
     plain = llm.generate([[3, 4]], params, mode="plain")[0]
     texts = {1: [3, 4, *plain.token_ids]}
     cost = CostTable(lambda n: 1e-3 * (1 + 0.1 * n), (1, 2, 4, 8, 16, 32, 64))
-    controller = llm._controller = BudgetController(cost, draft_seconds=3e-4)
+    controller = llm._controller = BudgetController(cost, [3e-4] * 5)
     learn = controller.observe_draft  # from acceptance only: this machine's timing noise is not the subject
     controller.observe_cost = lambda rows, seconds: None
-    controller.observe_draft = lambda promised, accepted, _: learn(
-        promised, accepted, {"draft": 3e-4, "build": 0}
+    controller.observe_draft = lambda promised, accepted, depth, _: learn(
+        promised, accepted, depth, {"draft": 3e-4, "build": 0}
     )
     for style, least in (("adversarial", 30), ("perfect", 20)):
         llm.drafting = ScriptedDrafting(texts, TARGET["vocab_size"], style, 5)

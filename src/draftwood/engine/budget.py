@@ -20,7 +20,7 @@ RECENT = 0.3
 OUTLIER = 2.0
 """A pass that took longer than this times the expected counts as that: something else had the processor."""
 FULL_DEPTH_EVERY = 16
-"""Drafts between two of full depth, which show what the deeper tokens would bring."""
+"""Drafts per one of full depth, which shows what the deeper tokens would bring; so does the first after a pause."""
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
 """Plain rounds before drafting is probed again; doubles while probing does not pay."""
 
@@ -70,7 +70,7 @@ class BudgetController:
 
     def restart(self) -> None:
         """A new request joins: other text may suit the drafter better, so half of the distrust goes."""
-        self._pause = self._next_pause = 0
+        self._pause = self._next_pause = self._drafts = 0
         self._recent = None
         self._accepted = (self._accepted + self._promised) / 2
 
@@ -106,7 +106,7 @@ class BudgetController:
         if tokens / took > tree.B / self.cost(tree.B):
             self._recent, self._next_pause = (tokens, took), 0
         else:
-            self._recent = None
+            self._recent, self._drafts = None, 0
             self._pause = self._next_pause = min(max(2 * self._next_pause, FIRST_PAUSE), LONGEST_PAUSE)
         return best + 2
 
