@@ -56,8 +56,31 @@ def approximate_rate(bits):
     """f32 close to -log1p(-v), whose negative logarithm is the noise: exp(-noise)."""
     v = (bits.to(tl.float32) + 0.5) * _UNIT
     rest = ((0xFFFFFFFF - bits).to(tl.float32) + 0.5) * _UNIT  # 1 - v
-    series = v * (1.0 + v * (0.5 + v * (0.33333333 + v * (0.25 + v * 0.2))))
-    return tl.where(v < 0.0625, series, -tl.log(rest))
+    exponent, f = _split(rest)
+    return -_log1p(exponent, tl.where(exponent == 0, -v, f))  # -v has more bits than rest - 1
+
+
+@triton.jit
+def approximate_log(x):
+    """Within 2^-18 of log(x), for f32 x in 2^-33..2^33, with half the instructions of `tl.log`."""
+    exponent, f = _split(x)
+    return _log1p(exponent, f)
+
+
+@triton.jit
+def _split(x):
+    """e * 2^23 and f with x = 2^e * (1 + f) and 1 + f in sqrt(1/2)..sqrt(2)."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) & -0x800000
+    return exponent, (bits - exponent).to(tl.float32, bitcast=True) - 1.0
+
+
+@triton.jit
+def _log1p(exponent, f):
+    """log(2^e * (1 + f)) of what `_split` gives; the polynomial is a minimax fit, 1.7e-7 from log1p(f) / f."""
+    p = 0.162225604 - 0.101068482 * f
+    p = 0.333350599 + f * (-0.249699086 + f * (0.199001685 + f * (-0.172508358 + f * p)))
+    return exponent.to(tl.float32) * 8.262958e-08 + f * (0.99999994 + f * (-0.500003636 + f * p))
 
 
 @triton.jit

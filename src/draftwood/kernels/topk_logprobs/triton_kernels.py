@@ -13,7 +13,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftwood.kernels.noise.triton_impl import RATE_ERROR, approximate_rate, gumbel, random_bits, tile_bits
+from draftwood.kernels.noise.triton_impl import (
+    RATE_ERROR,
+    approximate_log,
+    approximate_rate,
+    gumbel,
+    random_bits,
+    tile_bits,
+)
 from draftwood.kernels.triton_ops import largest, packed, packed_index, packed_value
 
 FAN = 16
@@ -56,7 +63,7 @@ def stream(
         t = tl.load(temperature + b)
         if t > 0:
             bits = tile_bits(tl.load(seed + b), tl.load(position + row), first, TILE)
-            x = x / t - tl.log(approximate_rate(bits))
+            x = x / t - approximate_log(approximate_rate(bits))
     of_16, of_256, top, sums = _summary(x, TILE)
     if (sums < float("inf")) == 0:  # NaN or an infinity among them
         of_16, of_256, top, sums = _summary(finite(x), TILE)
@@ -125,7 +132,7 @@ def select(
     if COUPLED:
         t, s, p = tl.load(temperature + b), tl.load(seed + b), tl.load(position + row)
         if t > 0:
-            x = x / t - tl.log(approximate_rate(random_bits(s, p, base + place)))
+            x = x / t - approximate_log(approximate_rate(random_bits(s, p, base + place)))
         keys = largest(_keys(finite(x), place, valid), LOG_K + 4, LOG_K)
         if t > 0:
             keys, crowded = _by_exact_values(logits, t, s, p, keys, base, offset, v, k, LOG_K)
