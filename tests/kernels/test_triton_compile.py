@@ -49,7 +49,8 @@ def compiled(cache, *arguments):
 def assert_fits(facts):
     assert [f for f in facts if f["shared"] > SHARED_LIMIT[f["capability"]]] == []
     assert [f for f in facts if f["stack"] > 0 and (not f["hot"] or any(map(spills, f["hot"])))] == []
-    assert [f for f in facts if f["register_a"]] == []
+    for fault in ("register_a", "one_address", "one_buffer"):
+        assert [f for f in facts if f[fault]] == []
 
 
 def spills(loop):

@@ -2,8 +2,9 @@
 
 Prints one JSON object per line: kernel, name, capability, shared (bytes), registers (per thread), stack (bytes per
 thread, spills included), hot (for each innermost loop over products: instructions, and those that spill and reload),
-register_a (async wgmma reads A from registers), serialised (what ptxas says of asynchronous products that it makes wait). Runs in a process of its own because a process whose Triton interprets
-cannot compile.
+register_a (async wgmma reads A from registers), serialised (what ptxas says of asynchronous products that it makes wait),
+one_address and one_buffer (the compiler's faults of those names). Runs in a process of its own because a process whose
+Triton interprets cannot compile.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from importlib import import_module
 
 from draftwood.kernels.compile_case import CAPABILITIES
@@ -56,6 +57,8 @@ def compile_facts(case, capability):
         "hot": hot_loops(compiled.asm["cubin"]),
         "serialised": serialised(compiled.asm["ptx"], capability),
         "register_a": bool(re.search(r"warp_group_dot .*isAsync = true.*: tensor<", compiled.asm["ttgir"])),
+        "one_address": one_address(compiled.asm["ptx"]),
+        "one_buffer": one_buffer(compiled.asm["ttgir"]),
     }
 
 
@@ -95,6 +98,22 @@ def serialised(ptx, capability):
         ]
         log = subprocess.run(command, check=True, capture_output=True, text=True)
     return re.findall(r"\(C75\d\d\).*", log.stderr)
+
+
+def one_address(ptx):
+    """Whether operands of wgmma at one address differ in swizzle or strides: ptxas 12.8 then gets descriptors wrong."""
+    kinds = defaultdict(set)
+    for address, rest in re.findall(r"(?:or|add)\.[bs]64\s+%rd\d+, (%rd\d+), (-?\d{16,});", ptx):
+        kinds[address].add(int(rest) >> 32)
+    return any(len(k) > 1 for k in kinds.values())
+
+
+def one_buffer(ttgir):
+    """Operands of wgmma that the pipeliner gave a single buffer: the next copy may be under way when they are read."""
+    buffers = set(re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<1x", ttgir))
+    views = re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)\[", ttgir)
+    read = re.findall(r"%\w+", " ".join(re.findall(r"warp_group_dot ([^:{]*)", ttgir)))
+    return sorted((buffers | {view for view, buffer in views if buffer in buffers}) & set(read))
 
 
 def hot_loops(cubin):
