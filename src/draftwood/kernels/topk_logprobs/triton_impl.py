@@ -65,7 +65,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
         types: dict[str, str | int] = {"logits": "*bf16", "seed": "*i64", "position": "*i32", "ids": "*i32"}
         types |= sizes | {"logits_d": 163840}
         for kernel, constexprs, warps in (
-            (stream, {"COUPLED": coupled, "TILE": TILE}, _STREAM_WARPS),
+            (stream, {"COUPLED": coupled, "TILE": TILE}, _STREAM_WARPS[coupled]),
             (select, {"COUPLED": coupled, "TILE": TILE, **_logs(k, 40, coupled)}, _SELECT_WARPS),
         ):
             arguments = {n: types.get(n, "*fp32") for n in kernel.arg_names if n not in constexprs}
@@ -79,7 +79,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
     return cases
 
 
-_STREAM_WARPS = 4
+_STREAM_WARPS = {False: 4, True: 8}  # a coupled token takes four times as long
 _SELECT_WARPS = 8
 
 
@@ -119,7 +119,7 @@ def _best(
         *(logits, *noise, *between, offset, D, v, *strides),
         COUPLED=coupled,
         TILE=TILE,
-        num_warps=_STREAM_WARPS,
+        num_warps=_STREAM_WARPS[coupled],
     )
     select[(B * D,)](
         *(logits, *noise, *between, *outputs, offset, D, v, k, tiles, *strides),
