@@ -1,4 +1,4 @@
-"""Step 6: speed on this CPU, budget "auto" against plain: `python 06_cpu_speed.py --data PACKED --out cpu_speed.json`.
+"""Step 6: speed on this CPU, budget "auto" against plain: `python 06_cpu_speed.py --data PACKED`.
 
 Held-out prompts, 128 new tokens each, greedy and at temperature 0.8, plain and auto in turn within one process. A prompt's
 speed-up is the ratio of its tokens per second over the whole call, prompt included, the best of the repeats of each.
@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--target", type=Path, default=target)
     p.add_argument("--drafter", type=Path, default=drafter)
     p.add_argument("--data", type=Path, required=True, help="folder with held.xz")
-    p.add_argument("--out", type=Path, required=True, help="JSON file")
+    p.add_argument("--out", type=Path, default=Path("docs/results/pair_cpu_speed.json"))
     p.add_argument("--prompts", type=int, default=200)
     p.add_argument("--prompt-tokens", type=int, default=64)
     p.add_argument("--new", type=int, default=128)
