@@ -105,7 +105,9 @@ def choose_tiles(chip: Chip, item_size: int, rows: int, head_dim: int, page: int
         block_m, block_n = 64, 64
         if not chip.has_wgmma:
             block_m, block_n = max(16, min(32, triton.next_power_of_2(rows))), max(16, min(32, page))
-        depths = (4, 3, 2) if page >= block_n else (2,)  # keys of several pages: deeper ones spill
+        # Deeper pipelines of narrow blocks, or of keys from several pages, spill.
+        deepest = 2 if page < block_n else 3 if block_n == 16 else 4
+        depths = range(deepest, 1, -1)
         shapes = [(block_m, block_n, 4, stages, programs) for programs in (2, 1) for stages in depths]
     for shape in shapes:
         tiles = Tiles(*shape, width)

@@ -1,7 +1,7 @@
 """The Triton kernels of draft_attn: split-KV grouped-query attention over a paged context and a block, and the merge.
 
-The queries of a key head's group are the rows of its tiles. Scores are computed transposed, [keys, rows], for the reason
-that verify_attn gives.
+The queries of a key head's group are the rows of its tiles. Scores are [rows, keys], so that a row's best is found within
+a warp. The output is computed transposed, [hd, rows]: so the weights are the B operand, for the reason that verify_attn gives.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def _at(values, b, B_PAD: tl.constexpr):
 
 @triton.jit
 def _absorb(acc, top, weight, v, s):
-    """Online softmax, base 2: one more block of values [keys, hd] and their transposed scores [keys, rows].
+    """Online softmax, base 2: one more block of values [keys, hd] and their scores [rows, keys].
 
     `weight` keeps a sum per place in the block: one sum over all keys at the end is cheaper than one per block.
     """
-    new_top = tl.maximum(top, tl.max(s, 0))
+    new_top = tl.maximum(top, tl.max(s, 1))
     decay = tl.exp2(top - new_top)
-    p = tl.exp2(s - new_top[None, :])
-    weight = weight * decay[None, :] + p
-    acc = tl.dot(tl.trans(v), p.to(v.dtype), acc * decay[None, :], input_precision="ieee")
+    p = tl.exp2(s - new_top[:, None])
+    weight = weight * decay[:, None] + p
+    acc = tl.dot(tl.trans(v), tl.trans(p.to(v.dtype)), acc * decay[None, :], input_precision="ieee")
     return acc, new_top, weight
 
 
@@ -131,7 +131,7 @@ def attend(
         v_head = v_pages + head * v_h
         acc = tl.zeros([HD_PAD, BLOCK_M], tl.float32)
         top = tl.full([BLOCK_M], LOWEST, tl.float32)
-        weight = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        weight = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         page = tl.load(table + first * BLOCK_N // PAGE, mask=first < full, other=0)
         for i in tl.range(first, full, num_stages=STAGES):
             position = i * BLOCK_N
@@ -147,9 +147,9 @@ def attend(
                 v_at = v_head + page_of * v_n + (position + key) % PAGE * v_p
             k = tl.load(k_at[:, None] + col[None, :], mask=inside, other=0.0)
             v = tl.load(v_at[:, None] + col[None, :], mask=inside, other=0.0)
-            s = tl.dot(k, tl.trans(query), input_precision="ieee") * scale_log2
+            s = tl.dot(query, tl.trans(k), input_precision="ieee") * scale_log2
             if WINDOW:
-                seen = (position + key)[:, None] + window > (length + slot)[None, :]
+                seen = (position + key)[None, :] + window > (length + slot)[:, None]
                 s = tl.where(seen, s, -float("inf"))
             acc, top, weight = _absorb(acc, top, weight, v, s)
 
@@ -168,16 +168,16 @@ def attend(
             v_at = tl.where(is_own, block_v + own + index * Hkv * HD, v_at)
             k = tl.load(k_at[:, None] + col[None, :], mask=live[:, None] & inside, other=0.0)
             v = tl.load(v_at[:, None] + col[None, :], mask=live[:, None] & inside, other=0.0)
-            s = tl.dot(k, tl.trans(query), input_precision="ieee") * scale_log2
-            after = (index + tl.where(is_own, length, 0))[:, None] - (length + slot)[None, :]
-            seen = live[:, None]
+            s = tl.dot(query, tl.trans(k), input_precision="ieee") * scale_log2
+            after = (index + tl.where(is_own, length, 0))[None, :] - (length + slot)[:, None]
+            seen = live[None, :]
             if CAUSAL:
                 seen = seen & (after <= 0)
             if WINDOW:
                 seen = seen & (tl.abs(after) < window)
             acc, top, weight = _absorb(acc, top, weight, v, tl.where(seen, s, -float("inf")))
 
-        acc, log2_sum = finish(acc, top, tl.sum(weight, 0))
+        acc, log2_sum = finish(acc, top, tl.sum(weight, 1))
         if last - first == blocks:
             to = ((b * S + slot) * Hkv + head) * GROUP + row % GROUP
             to = out + to[:, None] * HD + col[None, :]
