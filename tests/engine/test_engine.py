@@ -11,7 +11,7 @@ import torch
 
 from draftwood import LLM, SamplingParams
 from draftwood.drafting import MOST_WAITING
-from draftwood.engine.budget import FULL_DEPTH_EVERY, BudgetController, CostTable
+from draftwood.engine.budget import FULL_EVERY, BudgetController, CostTable
 from draftwood.scores import NEUTRAL, ScoreRule
 from draftwood.tree import from_parents
 from support.scripted import ScriptedDrafting
@@ -270,9 +270,11 @@ def test_depth_is_what_pays():
     for scores, want in ((unsure, 3), (sure, 4)):
         controller = BudgetController(cost, seconds)
         depths = []
-        for _ in range(FULL_DEPTH_EVERY + 1):
-            depths.append(controller.depth())
-            controller.pick(chain_of(scores[: depths[-1] + 1]), depths[-1])
+        for _ in range(FULL_EVERY + 1):
+            depth, slots = controller.plan(5)
+            assert depth < slots <= 5
+            depths.append(depth)
+            controller.pick(chain_of(scores[: depth + 1]), depth)
         assert depths[0] == depths[-1] == 4  # now and then all, or it would never learn that deeper pays
         assert set(depths[1:-1]) == {want}
 

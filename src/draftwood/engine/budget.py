@@ -19,8 +19,12 @@ RECENT = 0.3
 """Weight of the newest drafted round in the judgement whether drafting pays."""
 OUTLIER = 2.0
 """A pass that took longer than this times the expected counts as that: something else had the processor."""
-FULL_DEPTH_EVERY = 16
-"""Drafts per one of full depth, which shows what the deeper tokens would bring; so does the first after a pause."""
+MARGIN = 1.05
+"""Drafting must promise this much more than plain decoding: nearer to it, what is not timed decides."""
+FULL_EVERY = 16
+"""Drafts per one of full depth and size, which shows what more would bring; so does the first after a pause."""
+LEAST_BUILT = 8
+"""Slots built at least, if the largest tree has them."""
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
 """Plain rounds before drafting is probed again; doubles while probing does not pay."""
 
@@ -56,7 +60,7 @@ class BudgetController:
         self.cost, self.draft_seconds = cost, np.array(draft_seconds, np.float64)
         self._gain = np.zeros(len(draft_seconds))  # tokens that each depth brings, decayed means
         self._verify_seconds = 0.0  # decayed mean of the trees picked
-        self._drafts = 0
+        self._drafts = self._newest_slots = 0
         self._promised = self._accepted = 1.0  # decayed sums; one token of good faith
         self._pause = self._next_pause = 0
         self._recent: tuple[float, float] | None = (
@@ -81,41 +85,43 @@ class BudgetController:
             return False
         return True
 
-    def depth(self) -> int:
-        """How deep the next block should be drafted, going by the trees that were picked lately."""
+    def plan(self, slots: int) -> tuple[int, int]:
+        """How deep to draft the next block and how many slots, of at most `slots`, to build; the last picks tell."""
         self._drafts += 1
-        if self._drafts % FULL_DEPTH_EVERY == 1:
-            return len(self._gain)
+        if self._drafts % FULL_EVERY == 1:
+            return len(self._gain), slots
         rates = (1 + np.cumsum(self._gain)) / (self.draft_seconds + self._verify_seconds)
-        return int(np.argmax(rates)) + 1
+        return int(np.argmax(rates)) + 1, min(slots, max(LEAST_BUILT, 2 * self._newest_slots))
 
     def pick(self, tree: DraftTree, depth: int) -> int:
         """Slots to keep of a tree drafted `depth` deep, at least 2: most expected tokens per second.
 
         Where the drafted rounds since the last pause are slower than plain decoding, the rounds to come pause drafting.
         """
+        tree = tree.numpy()
         chances = reach(tree, self.calibration)
         expected = chances.sum(0).cumsum()[1:]
         verify = self.cost.of(tree.B * np.arange(2, tree.T + 1))
         seconds = self.draft_seconds[depth - 1] + verify
         best = int(np.argmax(expected / seconds))
         newest = float(expected[best]), float(seconds[best])
-        self._learn_depths(tree, chances / tree.B, best + 2, depth, float(verify[best]))
+        self._learn_shape(tree, chances / tree.B, best + 2, depth, float(verify[best]))
         before = newest if self._recent is None else self._recent
         tokens, took = (RECENT * new + (1 - RECENT) * old for new, old in zip(newest, before, strict=True))
-        if tokens / took > tree.B / self.cost(tree.B):
+        if tokens / took > MARGIN * tree.B / self.cost(tree.B):
             self._recent, self._next_pause = (tokens, took), 0
         else:
             self._recent, self._drafts = None, 0
             self._pause = self._next_pause = min(max(2 * self._next_pause, FIRST_PAUSE), LONGEST_PAUSE)
         return best + 2
 
-    def _learn_depths(
+    def _learn_shape(
         self, tree: DraftTree, chances: np.ndarray, slots: int, depth: int, verify_seconds: float
     ) -> None:
         by_depth = np.bincount(
-            tree.numpy().depths[:, :slots].ravel(), chances[:, :slots].ravel(), minlength=depth + 1
+            tree.depths[:, :slots].ravel(), chances[:, :slots].ravel(), minlength=depth + 1
         )
+        self._newest_slots = slots
         weight = 1.0 if self._drafts <= 1 else RECENT
         self._gain[:depth] += weight * (by_depth[1:] - self._gain[:depth])
         self._verify_seconds += weight * (verify_seconds - self._verify_seconds)
@@ -134,7 +140,7 @@ class BudgetController:
 
 
 def reach(tree: DraftTree, calibration: float) -> np.ndarray:
-    """[B, T] f64: the chance that each slot is on the accepted path; 1 for roots."""
-    chances = np.exp(tree.numpy().scores.astype(np.float64)) * calibration
+    """[B, T] f64, of numpy trees: the chance that each slot is on the accepted path; 1 for roots."""
+    chances = np.exp(tree.scores.astype(np.float64)) * calibration
     chances[:, 0] = 1.0
     return np.asarray(chances)

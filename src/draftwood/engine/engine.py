@@ -179,8 +179,8 @@ class Engine:
             return RoundPlan(s.slots, s.depth, s.top_k)
         if not s.controller.wants_draft():
             return RoundPlan(1, 0, 1)
-        depth = s.controller.depth()
-        return RoundPlan(s.slots, depth, s.top_k, prune=partial(_prune, s.controller, depth))
+        depth, slots = s.controller.plan(s.slots)
+        return RoundPlan(slots, depth, min(s.top_k, slots - 1), prune=partial(_prune, s.controller, depth))
 
     def _deliver(
         self,
