@@ -23,7 +23,8 @@ from torch import Tensor
 
 from draftwood.training.folder import save_folder
 
-GENERATION = {"eos_token_id": 0, "do_sample": True, "temperature": 0.8, "top_p": 0.95, "max_length": 1024}
+GENERATION = {"eos_token_id": 0, "do_sample": True, "temperature": 0.8, "max_length": 1024}
+"""No top_p: without the tail of the distribution more outputs loop."""
 TOKENIZER = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "eos_token": "<|end|>",
