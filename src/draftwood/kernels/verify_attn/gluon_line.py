@@ -1,7 +1,12 @@
-"""The work of the Gluon verify_attn on a line (see `triton_line`), in 32-bit arithmetic that starts a short launch quickly.
+"""How the work of the Gluon verify_attn is shared among programs, from the lengths on the device.
 
-A tile is 64 rows (slot, head) of one request. Its blocks are 64 keys each, the pages of the prefix, then the tree; a unit of
-the line is a pair of them, so that a run takes whole pairs, and only a tile's last one can lack its second block.
+A tile is 64 rows (slot, head) of one request, and its blocks are 64 keys each: the pages of the prefix, then the tree. The
+programs' runs cut the tiles in one of two ways:
+
+* Every program gets (a share of) one tile, of `each` blocks at most: nothing but its partial result to write.
+* Equal runs of all blocks of all tiles, end to end (see `triton_line`): where tiles outnumber programs, or do not divide well.
+
+Both are a line of units: shares in the first case, blocks in the second.
 """
 
 from __future__ import annotations
@@ -15,8 +20,21 @@ from triton.experimental.gluon import language as gl
 
 LN_2 = tl.constexpr(math.log(2))
 
-SIZES = ["B", "T", "H", "M", "programs", "n_pages", "words"]
+SIZES = ["B", "T", "H", "M", "n_pages", "words"]
 """Arguments of the kernels that no code is specialised for."""
+
+# In the time of a block:
+MERGE = tl.constexpr(1.7)  # merging at all
+PART = tl.constexpr(0.02)  # each partial result
+
+
+@triton.jit
+def lengths_of(lengths, b, mask, T, capacity):
+    """Prefix and live slots of requests, clamped."""
+    prefix_len, n_slots = lengths
+    prefix = tl.load(prefix_len + b, mask=mask, other=0)
+    n = tl.load(n_slots + b, mask=mask, other=0)
+    return tl.minimum(tl.maximum(prefix, 0), capacity), tl.minimum(tl.maximum(n, 0), T)
 
 
 @triton.jit
@@ -26,90 +44,143 @@ def blocks_of(prefix, n):
 
 
 @triton.jit
-def units_of(prefix, n, H):
-    """Units of a tile, and of all tiles of a request."""
-    pairs = (blocks_of(prefix, n) + 1) // 2
-    return pairs, pairs * ((n * H + 63) // 64)
+def tiles_of(n, H):
+    return (n * H + 63) // 64
 
 
 @triton.jit
-def lengths_of(lengths, b, mask, T, M):
-    """Prefix and live slots of requests, clamped."""
-    prefix_len, n_slots = lengths
-    prefix = tl.load(prefix_len + b, mask=mask, other=0)
-    n = tl.load(n_slots + b, mask=mask, other=0)
-    return tl.minimum(tl.maximum(prefix, 0), M * 64), tl.minimum(tl.maximum(n, 0), T)
+def plan_of(blocks, tiles, PROGRAMS: tl.constexpr, ALONE: tl.constexpr):
+    """`each`, or 0 for equal runs, and the number of units, from all requests' blocks of a tile and tiles.
 
-
-@triton.jit
-def run_start(program, total, programs):
-    """Where a program's run starts; the first ones are longer by one unit where the line does not divide evenly."""
-    active = tl.minimum(tl.maximum(total, 1), programs)
-    length = total // active
-    return tl.minimum(program, active) * length + tl.minimum(program, total - length * active)
-
-
-@triton.jit
-def owner(at, total, programs):
-    """The program whose run holds a unit: the inverse of `run_start`."""
-    active = tl.minimum(tl.maximum(total, 1), programs)
-    length = total // active
-    longer = total - length * active
-    inside = longer * (length + 1)
-    return tl.where(at < inside, at // (length + 1), longer + (at - inside) // tl.maximum(length, 1))
-
-
-@triton.jit
-def part_slot(program, tile_start, total, programs):
-    """Index of a program's partial result of the tile that starts at a unit."""
-    return (program * 2 + (run_start(program, total, programs) < tile_start)).to(tl.int64)
-
-
-@gluon.jit
-def run(lengths, sizes, B_PAD: gl.constexpr):
-    """The run of this program, and the line's length."""
-    _, T, H, M, programs = sizes
-    if B_PAD == 1:
-        prefix, n = lengths_of(lengths, 0, True, T, M)
-        _, total = units_of(prefix, n, H)
+    The more programs a tile has, the shorter their shares, but the more there is to merge: the best share is the root of
+    PART times all blocks. It must be longer where there are not programs enough; much longer, and equal runs are better.
+    Or there is so little to a tile that it is best left whole. ALONE: a single request.
+    """
+    if ALONE:
+        total = blocks * tiles
+        all_tiles = tiles
+        longest = blocks
     else:
-        total = gl.sum(_units(lengths, sizes, B_PAD), 0)
-    program = gl.program_id(0)
-    return run_start(program, total, programs), run_start(program + 1, total, programs), total
+        total = tl.sum(blocks * tiles, 0)
+        all_tiles = tl.sum(tiles, 0)
+        longest = tl.max(blocks, 0)
+    each = tl.maximum(tl.sqrt(PART * total).to(tl.int32), tl.maximum((total + PROGRAMS - 1) // PROGRAMS, 1))
+    most = each + each // 4 + 4
+    if ALONE:
+        shares = tiles * _ceil(blocks, each)
+        if shares > PROGRAMS:
+            each = _ceil(blocks, tl.maximum(PROGRAMS // tiles, 1))
+            shares = tiles * _ceil(blocks, each)
+    else:
+        shares = tl.sum(tiles * _ceil(blocks, each), 0)
+        if shares > PROGRAMS:
+            while (shares > PROGRAMS) & (each < most):
+                each += tl.maximum(each // 8, 1)
+                shares = tl.sum(tiles * _ceil(blocks, each), 0)
+            even = _ceil(longest, _ceil(longest, each))  # the shares of the longest tiles made equal
+            even_shares = tl.sum(tiles * _ceil(blocks, even), 0)
+            each = tl.where(even_shares <= PROGRAMS, even, each)
+            shares = tl.where(even_shares <= PROGRAMS, even_shares, shares)
+    whole = longest <= each + MERGE + PART * shares
+    each = tl.where(whole, tl.maximum(longest, 1), each)
+    shares = tl.where(whole, all_tiles, shares)
+    own = (shares <= PROGRAMS) & (each <= most)
+    return tl.where(own, each, 0), tl.where(own, shares, total)
+
+
+@triton.jit
+def _ceil(x, y):
+    return (x + y - 1) // y
+
+
+@triton.jit
+def per_tile(blocks, each):
+    """Units of a tile."""
+    return tl.where(each > 0, _ceil(blocks, tl.maximum(each, 1)), blocks)
+
+
+@triton.jit
+def run_start(program, each, total, PROGRAMS: tl.constexpr):
+    """Where a program's run starts; equal runs are of two blocks at least, and the first ones longer by one if need be."""
+    start = tl.minimum(program, total)
+    if each == 0:
+        active = tl.minimum(tl.maximum((total + 1) // 2, 1), PROGRAMS)
+        length = total // active
+        start = tl.minimum(program, active) * length + tl.minimum(program, total - length * active)
+    return start
+
+
+@triton.jit
+def owner(at, each, total, PROGRAMS: tl.constexpr):
+    """The program whose run holds a unit: the inverse of `run_start`."""
+    program = at
+    if each == 0:
+        active = tl.minimum(tl.maximum((total + 1) // 2, 1), PROGRAMS)
+        length = total // active
+        longer = total - length * active
+        inside = longer * (length + 1)
+        beyond = longer + (at - inside) // tl.maximum(length, 1)
+        program = tl.where(at < inside, at // (length + 1), beyond)
+    return program
+
+
+@triton.jit
+def part_slot(program, tile_start, each, total, PROGRAMS: tl.constexpr):
+    """Index of a program's partial result of the tile that starts at a unit."""
+    return (program * 2 + (run_start(program, each, total, PROGRAMS) < tile_start)).to(tl.int64)
 
 
 @gluon.jit
-def segment(at, stop, lengths, sizes, B_PAD: gl.constexpr):
+def _requests(lengths, sizes, B_PAD: gl.constexpr):
+    """Blocks of a tile, and tiles, of every request, spread over the lanes of each warp."""
+    B, T, H, capacity = sizes
+    row = gl.arange(0, B_PAD, layout=gl.BlockedLayout([B_PAD // 32], [32], [gl.num_warps()], [0]))
+    prefix, n = lengths_of(lengths, row, row < B, T, capacity)
+    return blocks_of(prefix, n), tiles_of(n, H)
+
+
+@gluon.jit
+def run(lengths, sizes, PROGRAMS: gl.constexpr, B_PAD: gl.constexpr):
+    """The run of this program, the plan, and what the segments of a single request share."""
+    _, T, H, capacity = sizes
+    prefix, n = lengths_of(lengths, 0, True, T, capacity)
+    if B_PAD == 1:
+        each, total = plan_of(blocks_of(prefix, n), tiles_of(n, H), PROGRAMS, True)
+    else:
+        blocks, tiles = _requests(lengths, sizes, B_PAD)
+        each, total = plan_of(blocks, tiles, PROGRAMS, False)
+    program = gl.program_id(0)
+    at = run_start(program, each, total, PROGRAMS)
+    stop = run_start(program + 1, each, total, PROGRAMS)
+    return at, stop, each, total, (prefix, n)
+
+
+@gluon.jit
+def segment(at, stop, each, first_request, lengths, sizes, B_PAD: gl.constexpr):
     """What a run that has reached unit `at` does in that unit's tile.
 
     Request, its prefix and live slots, first row of the tile, blocks [first, last), units to go on by, where the tile
     begins on the line, and whether these are all its blocks.
     """
-    _, T, H, M, _ = sizes
+    _, T, _, capacity = sizes
     b = 0
     begin = 0
+    prefix, n = first_request
     if B_PAD > 1:
-        units = _units(lengths, sizes, B_PAD)
+        blocks, tiles = _requests(lengths, sizes, B_PAD)
+        units = tiles * per_tile(blocks, each)
         before = gl.associative_scan(units, 0, _plus) <= at
         b = gl.sum(before.to(gl.int32), 0)
         begin = gl.sum(gl.where(before, units, 0), 0)
-    prefix, n = lengths_of(lengths, b, True, T, M)
-    pairs, _ = units_of(prefix, n, H)
-    tile = (at - begin) // pairs
-    start = at - begin - tile * pairs
-    end = gl.minimum(pairs, start + stop - at)
-    last = gl.minimum(blocks_of(prefix, n), end * 2)
-    return b, prefix, n, tile * 64, start * 2, last, end - start, at - start, end - start == pairs
-
-
-@gluon.jit
-def _units(lengths, sizes, B_PAD: gl.constexpr):
-    """Units of every request, spread over the lanes of each warp."""
-    B, T, H, M, _ = sizes
-    row = gl.arange(0, B_PAD, layout=gl.BlockedLayout([B_PAD // 32], [32], [gl.num_warps()], [0]))
-    prefix, n = lengths_of(lengths, row, row < B, T, M)
-    _, units = units_of(prefix, n, H)
-    return units
+        prefix, n = lengths_of(lengths, b, True, T, capacity)
+    blocks = blocks_of(prefix, n)
+    units = per_tile(blocks, each)
+    tile = (at - begin) // units
+    unit = at - begin - tile * units
+    first = gl.where(each > 0, unit * each, unit)
+    last = gl.minimum(blocks, gl.where(each > 0, first + each, first + stop - at))
+    go_on = gl.where(each > 0, 1, last - first)
+    return (b, prefix, n, tile * 64, first, last, go_on, at - unit, last - first == blocks)
 
 
 @gluon.jit

@@ -17,56 +17,50 @@ def _zero():
 
 @gluon.jit
 def scores(shared, phase, BLOCK: gl.constexpr, FROM: gl.constexpr, TO: gl.constexpr, s, GRAIN: gl.constexpr):
-    """Issue steps FROM..TO of the nine groups of products that make a block's scores, each when its piece has come.
+    """Issue steps FROM..TO of the groups of products that make a block's scores, each when its columns have come.
 
-    The first four steps are of the half that is loaded first; `s` is overwritten by step 0.
+    A step is GRAIN pieces of 64 columns, the last the rope. First comes the half that is loaded first; step 0 overwrites `s`.
     """
     tiles, _, barriers = shared
     queries, left, right, rope = tiles
-    full = barriers[2]
-    left = left._reinterpret(left.dtype, [8, 64, 64], queries.layout)
-    right = right._reinterpret(right.dtype, [8, 64, 64], queries.layout)
-    keys = (left, right, rope)
+    full = barriers[1]
+    STEPS: gl.constexpr = 8 // GRAIN
+    wide = queries[0]._reinterpret(left.dtype, [STEPS, 64, 64 * GRAIN], left.layout)
+    left = left._reinterpret(left.dtype, [STEPS, 64, 64 * GRAIN], left.layout)
+    right = right._reinterpret(right.dtype, [STEPS, 64, 64 * GRAIN], left.layout)
     z = _zero()
     for step in gl.static_range(FROM, TO):
-        s = _score(
-            queries,
-            keys,
-            full,
-            phase,
-            s,
-            z,
-            step,
-            step if step == 8 else (step + 4 * BLOCK) % 8,
-            BLOCK,
-            GRAIN,
-        )
+        if step == STEPS:
+            mbarrier.wait(full[BLOCK * (STEPS + 1) + STEPS], phase)
+            keys = rope.index(BLOCK + z).permute((1, 0))
+            s = warpgroup_mma(queries[1], keys, s, is_async=True)
+        else:
+            s = _score(
+                wide, left, right, full, phase, s, z, step, (step + STEPS // 2 * BLOCK) % STEPS, BLOCK, STEPS
+            )
     return s
 
 
 @gluon.jit
 def _score(
     queries,
-    keys,
+    left,
+    right,
     full,
     phase,
     s,
     z,
     STEP: gl.constexpr,
-    PIECE: gl.constexpr,
+    PART: gl.constexpr,
     BLOCK: gl.constexpr,
-    GRAIN: gl.constexpr,
+    STEPS: gl.constexpr,
 ):
-    left, right, rope = keys
-    if STEP % GRAIN == 0:
-        mbarrier.wait(full[BLOCK * (8 // GRAIN + 1) + PIECE // GRAIN], phase)
-    if PIECE < 4:
-        piece = left.index(BLOCK * 4 + PIECE + z)
-    elif PIECE < 8:
-        piece = right.index(BLOCK * 4 + PIECE - 4 + z)
+    mbarrier.wait(full[BLOCK * (STEPS + 1) + PART], phase)
+    if PART < STEPS // 2:
+        keys = left.index(BLOCK * (STEPS // 2) + PART + z)
     else:
-        piece = rope.index(BLOCK + z)
-    return warpgroup_mma(queries.index(PIECE + z), piece.permute((1, 0)), s, use_acc=STEP > 0, is_async=True)
+        keys = right.index(BLOCK * (STEPS // 2) + PART - STEPS // 2 + z)
+    return warpgroup_mma(queries.index(PART + z), keys.permute((1, 0)), s, use_acc=STEP > 0, is_async=True)
 
 
 @gluon.jit
@@ -84,9 +78,23 @@ def _live_keys(i, prefix, n):
 
 
 @gluon.jit
-def hide(s, i, prefix, n, word):
-    """Scores with -inf where a row must not see a key; `word`: bits of the keys that it sees, per row."""
+def _ancestors(tile, sizes, tree, tree_block, LAYOUT: gl.constexpr):
+    """Which slots of a block of the tree each row sees, as bits; all of a block before it."""
+    b, _, n, tile_row, _, _ = tile
+    _, T, H, _ = sizes
+    ancestors, words = tree
+    row = tile_row + gl.arange(0, 64, layout=LAYOUT)
+    slot = gl.minimum(row // H, T - 1)
+    to = (b * T + slot).to(gl.int64) * words + tree_block
+    return gl.load(ancestors + to, mask=(row < n * H) & (tree_block >= 0), other=-1)
+
+
+@gluon.jit
+def hide(s, i, tile, sizes, tree):
+    """Scores with -inf where a row must not see a key."""
+    _, prefix, n, _, _, _ = tile
     if i >= prefix // 64:
+        word = _ancestors(tile, sizes, tree, i - (prefix + 63) // 64, gl.SliceLayout(1, s.type.layout))
         key = gl.arange(0, 64, layout=gl.SliceLayout(0, s.type.layout))
         low = word.to(gl.int32)
         high = (word >> 32).to(gl.int32)
@@ -111,27 +119,48 @@ def clear(half, BLOCK: gl.constexpr, i, prefix, n):
 
 
 @gluon.jit
-def rescale(acc, factor, LAZY: gl.constexpr):
-    """Rows of an accumulator times their factors; LAZY: a warp whose factors are all 1 skips it."""
+def rescale(acc, factor):
+    """Rows of an accumulator times their factors; a warp whose factors are all 1 skips it."""
     factor = gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
-    if LAZY:
-        asm: gl.constexpr = _skipping_product()
-        return gl.inline_asm_elementwise(
-            asm[0], asm[1], [acc, factor], dtype=gl.float32, is_pure=False, pack=64
-        )
-    return acc * factor
+    asm: gl.constexpr = _skipped_product(64)
+    return gl.inline_asm_elementwise(asm[0], asm[1], [acc, factor], dtype=gl.float32, is_pure=False, pack=64)
+
+
+@gluon.jit
+def exp2_less(x, less):
+    """2^(x - less), less per row. Half of the powers are of x, computed before `less` is known, which is mostly 0."""
+    asm: gl.constexpr = _guessed_exp2(32)
+    return gl.inline_asm_elementwise(
+        asm[0], asm[1], [x, less[:, None]], dtype=gl.float32, is_pure=False, pack=32
+    )
 
 
 @gluon.constexpr_function
-def _skipping_product():
-    """PTX and constraints: 64 of a thread's numbers, alternately two of one row and two of another, times their factors."""
-    n = 64
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+def _skipped_product(n):
+    return _by_rows(n, "0f3F800000", "", " ".join(f"mul.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n)), "")
+
+
+@gluon.constexpr_function
+def _guessed_exp2(n):
+    half = n // 2
+    guesses = " ".join(f"ex2.approx.ftz.f32 g{i}, ${i};" for i in range(half))
+    redo = " ".join(f"sub.f32 ${i}, ${i}, ${2 * n + i};" for i in range(n))
+    again = " ".join(f"ex2.approx.ftz.f32 g{i}, ${i};" for i in range(half))
+    rest = " ".join(f"ex2.approx.ftz.f32 ${i}, ${i};" for i in range(half, n))
+    taken = " ".join(f"mov.f32 ${i}, g{i};" for i in range(half))
+    return _by_rows(n, "0f00000000", f".reg .f32 g<{half}>; {guesses}", f"{redo} {again}", f"{rest} {taken}")
+
+
+@gluon.constexpr_function
+def _by_rows(n, neutral, before, unless_neutral, after):
+    """PTX and constraints: n numbers of a thread, changed in place ($i), and as many operands of their rows ($(2n + i)).
+
+    `unless_neutral` is skipped by a warp whose operands are all neutral. Pairs of numbers belong alternately to two rows.
+    """
     asm = (
-        "{ .reg .pred other, any; "
-        f"setp.neu.f32 other, ${2 * n}, 0f3F800000; "
-        f"setp.neu.or.f32 other, ${2 * n + 2}, 0f3F800000, other; "
-        f"vote.sync.any.pred any, other, -1; @!any bra same; {products} same: }}"
+        f"{{ .reg .pred other, any; {before} "
+        f"setp.neu.f32 other, ${2 * n}, {neutral}; setp.neu.or.f32 other, ${2 * n + 2}, {neutral}, other; "
+        f"vote.sync.any.pred any, other, -1; @!any bra same; {unless_neutral} same: {after} }}"
     )
     constraints = ["=f"] * n + [str(i) for i in range(n)] + ["f"] * n
     return asm, ",".join(constraints)
