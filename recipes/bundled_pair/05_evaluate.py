@@ -195,7 +195,7 @@ def main() -> None:
         "looping_of_the_real_text": real,
         "rows": rows,
         "engine": evaluation.through_engine() if args.engine else [],
-        "settings": {k: str(v) for k, v in vars(args).items()},
+        "settings": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
     }
     (args.out / "evaluation.json").write_text(json.dumps(result) + "\n")
     show(rows, console)

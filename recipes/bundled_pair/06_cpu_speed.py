@@ -141,7 +141,7 @@ def main() -> None:
         "processor": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "settings": {k: str(v) for k, v in vars(args).items()},
+        "settings": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
         "results": results,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
