@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import math
 import platform
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from packed import read_tokens
 from target_model import CONFIG, TINY, TrainableTarget
 from torch import Tensor
 
@@ -52,13 +52,6 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--tiny", action="store_true", help="a rehearsal: the same code, a tiny model")
     p.add_argument("--stop-after", type=float, help="stop early after so many seconds, to resume later")
     return p.parse_args()
-
-
-def load(folders: list[Path], name: str) -> np.ndarray:
-    files = sorted({f.name: f for folder in folders for f in folder.glob(f"{name}*.xz")}.items())
-    if not files:
-        raise SystemExit(f"no {name}*.xz in {', '.join(map(str, folders))}")
-    return np.concatenate([np.frombuffer(lzma.decompress(f.read_bytes()), np.uint16) for _, f in files])
 
 
 GRAM, BACK = 10, 256
@@ -225,7 +218,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     tokens, held = (
-        torch.from_numpy(load(args.data, n).astype(np.int16)).to(args.device) for n in ("train", "held")
+        torch.from_numpy(read_tokens(args.data, n).astype(np.int16)).to(args.device)
+        for n in ("train", "held")
     )
     facts = json.loads(next(f / "facts.json" for f in args.data if (f / "facts.json").exists()).read_text())
     run, unlearnt = Run(args), None

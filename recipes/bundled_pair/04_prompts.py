@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 from pathlib import Path
 
 import numpy as np
+from packed import read_tokens
 
 
 def windows(tokens: np.ndarray, count: int, lengths: list[int], rng: np.random.Generator) -> list[list[int]]:
@@ -25,13 +25,6 @@ def windows(tokens: np.ndarray, count: int, lengths: list[int], rng: np.random.G
     return found
 
 
-def unpacked(folders: list[Path], name: str) -> np.ndarray:
-    files = sorted(f for folder in folders for f in folder.glob(f"{name}*.xz"))
-    if not files:
-        raise SystemExit(f"no {name}*.xz in {', '.join(map(str, folders))}")
-    return np.concatenate([np.frombuffer(lzma.decompress(f.read_bytes()), np.uint16) for f in files])
-
-
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--data", type=Path, nargs="+", required=True)
@@ -41,8 +34,8 @@ def main() -> None:
     p.add_argument("--out", type=Path, required=True)
     args = p.parse_args()
     rng = np.random.default_rng(0)
-    rows = windows(unpacked(args.data, "train"), args.count, args.lengths, rng)
-    rows += windows(unpacked(args.data, "held"), args.eval, [64], rng)
+    rows = windows(read_tokens(args.data, "train"), args.count, args.lengths, rng)
+    rows += windows(read_tokens(args.data, "held"), args.eval, [64], rng)
     args.out.write_text("".join(json.dumps({"prompt_token_ids": row}) + "\n" for row in rows))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import lzma
 from pathlib import Path
 
 import numpy as np
+from packed import read_tokens
 
 LOOPS_BELOW = 0.7
 """An output loops when at most this share of its 4-grams is distinct."""
@@ -13,7 +13,7 @@ LOOPS_BELOW = 0.7
 
 def held_windows(folder: Path, count: int, length: int) -> list[list[int]]:
     """`count` windows at random places of the held-out text in held.xz, none across a document border."""
-    held = np.frombuffer(lzma.decompress((folder / "held.xz").read_bytes()), np.uint16)
+    held = read_tokens([folder], "held")
     rng, found = np.random.default_rng(7), []
     while len(found) < count:
         at = int(rng.integers(0, len(held) - length))

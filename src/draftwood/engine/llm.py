@@ -187,15 +187,8 @@ class LLM:
         )
 
     def _engine(self, mode: Mode, budget: Budget, trace: bool) -> Engine:
-        stages = Stages(
-            self.target,
-            self.latents,
-            None if mode == "plain" else self.drafting,
-            self.kernels,
-            self.config.noise_coupled,
-        )
         return Engine(
-            stages,
+            self._stages(None if mode == "plain" else self.drafting),
             self._speculation(mode, budget),
             self.allocator,
             page_size=self.config.page_size,
@@ -205,6 +198,9 @@ class LLM:
             device=self.device,
             trace=trace,
         )
+
+    def _stages(self, drafting: Drafting | None) -> Stages:
+        return Stages(self.target, self.latents, drafting, self.kernels, self.config.noise_coupled)
 
     def _speculation(self, mode: Mode, budget: Budget) -> Speculation:
         if mode == "plain":
@@ -251,7 +247,7 @@ class LLM:
             vocab_size=self.target.config.vocab_size,
             device=self.device,
         )
-        stages = Stages(self.target, self.latents, self.drafting, self.kernels, self.config.noise_coupled)
+        stages = self._stages(self.drafting)
 
         def run(depth: int) -> None:
             plan = RoundPlan(largest.slots, depth, largest.top_k)

@@ -42,6 +42,17 @@ def finish(acc, top, weight):
 
 
 @triton.jit
+def fold(acc, top, weight, value, log2_sum):
+    """Partial results value [parts, rows, width] and log2_sum [parts, rows] into acc [rows, width], top and weight [rows]."""
+    new_top = tl.maximum(top, tl.max(log2_sum, 0))
+    decay = tl.exp2(top - new_top)
+    p = tl.exp2(log2_sum - new_top[None, :])
+    weight = weight * decay + tl.sum(p, 0)
+    acc = acc * decay[:, None] + tl.sum(value * p[:, :, None], 0)
+    return acc, new_top, weight
+
+
+@triton.jit
 def merge(
     part_o,  # [programs, 2, BLOCK_M, WIDTH]
     part_lse,  # [programs, 2, BLOCK_M], base 2
@@ -68,10 +79,5 @@ def merge(
         log2_sum = tl.load(part_lse + part, mask=some, other=-float("inf"))
         value = part_o + part[:, :, None] * WIDTH + col[None, None, :]
         value = tl.load(value, mask=some[:, :, None], other=0.0)
-        new_top = tl.maximum(top, tl.max(log2_sum, 0))
-        decay = tl.exp2(top - new_top)
-        p = tl.exp2(log2_sum - new_top[None, :])
-        weight = weight * decay + tl.sum(p, 0)
-        acc = acc * decay[:, None] + tl.sum(value * p[:, :, None], 0)
-        top = new_top
+        acc, top, weight = fold(acc, top, weight, value, log2_sum)
     return finish(tl.trans(acc), top, weight)

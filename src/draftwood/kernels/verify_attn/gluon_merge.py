@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from draftwood.kernels.triton_line import LOWEST
+from draftwood.kernels.triton_line import LOWEST, fold
 from draftwood.kernels.verify_attn.gluon_line import (
     LN_2,
     SIZES,
@@ -89,11 +89,6 @@ def _merge(parts, first, last, tile_start, each, total, row, PROGRAMS: tl.conste
         value = tl.load(
             part_o + part[:, :, None] * 512 + col[None, None, :], mask=live[:, :, None], other=0.0
         )
-        new_top = tl.maximum(top, tl.max(log2_sum, 0))
-        decay = tl.exp2(top - new_top)
-        p = tl.exp2(log2_sum - new_top[None, :])
-        weight = weight * decay + tl.sum(p, 0)
-        acc = acc * decay[:, None] + tl.sum(value * p[:, :, None], 0)
-        top = new_top
+        acc, top, weight = fold(acc, top, weight, value, log2_sum)
     some = tl.where(weight == 0, 1.0, weight)
     return acc / some[:, None], tl.where(weight == 0, -float("inf"), top + tl.log2(some))
