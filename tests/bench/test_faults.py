@@ -156,20 +156,32 @@ def test_inputs_that_break_the_contract_are_never_launched(tmp_path):
     assert "`x` element [3]" in broken["note"]
 
 
+# Every peer that runs spins for 100 us: one too quick would be suspect wherever the measured memory ceiling comes out low.
 PEERS = {
-    "same": "def run(x):\n    return x + x",
-    "built": "def build(case, inputs):\n    assert case['n'] == len(inputs['x'])\n    return lambda: inputs['x'] * 2",
-    "lying": "def run(x):\n    return x",
-    "other": "MASK = 'causal'\ndef run(x):\n    return x",
+    "same": "def run(x):\n    spin()\n    return x + x",
+    "built": (
+        "def build(case, inputs):\n    assert case['n'] == len(inputs['x'])\n"
+        "    return lambda: (spin(), inputs['x'] * 2)[1]"
+    ),
+    "lying": "def run(x):\n    spin()\n    return x",
+    "other": "MASK = 'causal'\ndef run(x):\n    spin()\n    return x",
     "narrow": "def run(x):\n    raise NotImplementedError('n must be a multiple of 64')",
 }
+SPIN = """
+from time import perf_counter
+
+def spin():
+    end = perf_counter() + 100e-6
+    while perf_counter() < end:
+        pass
+"""
 
 
 def test_peers_are_measured_beside_ours_and_checked_like_ours(tmp_path):
     options = []
     for name, body in PEERS.items():
         path = tmp_path / f"{name}.py"
-        path.write_text(f"KERNEL = 'double'\nNAME = '{name}'\n{body}\n")
+        path.write_text(f"KERNEL = 'double'\nNAME = '{name}'\n{SPIN}\n{body}\n")
         options += ["--peer", str(path)]
     impls = ",".join(["torch", *(f"peer:{name}" for name in PEERS)])
     options += ["--impl", impls, "-a", "n=1000", "--suite", "bench", "--target", "50", "--budget", "20"]
