@@ -1,7 +1,8 @@
 """The tensors of a folder: one safetensors file, or an index and its shards, read lazily and checked by name.
 
-Knows no model: the caller says how names in the files become its own, which are to be skipped, and which
-shape each must have. What is missing, left over, misshapen or truncated is a `ModelError` naming it.
+Knows no model: the caller says how names in the files become its own, which are to be skipped, which shape each
+must have, and which tensors a rank of several has a slice of. What is missing, left over, misshapen or truncated is
+a `ModelError` naming it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from draftwood.models.errors import ModelError
 from draftwood.models.json_config import read_json
+from draftwood.models.shard import WHOLE, Shard
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -29,7 +31,7 @@ Progress = Callable[[int, int], None]
 
 
 class Weights:
-    """A folder's tensors under the model's own names; use `take`, then `finish`."""
+    """A folder's tensors under the model's own names, for one rank; use `take`, then `finish`."""
 
     def __init__(
         self,
@@ -38,49 +40,56 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
         self.folder, self.dtype, self.device, self.progress = folder, dtype, device, progress
+        self.shard = shard
         self._shards: dict[str, Any] = {}
-        self._where: dict[str, tuple[str, str]] = {}  # own name -> (shard, name in the file)
-        for name, shard in self._inventory().items():
+        self._where: dict[str, tuple[str, str]] = {}  # own name -> (file, name in it)
+        for name, file in self._inventory().items():
             own = rename(name)
             if own is None:
                 continue
             if own in self._where:
                 raise ModelError(f"{folder}: tensors `{self._where[own][1]}` and `{name}` both mean `{own}`")
-            self._where[own] = (shard, name)
+            self._where[own] = (file, name)
         self._total, self._unused = len(self._where), set(self._where)
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Tensor `name`, which must have this shape, on the device in `dtype` (default: the model's)."""
+    def take(
+        self, name: str, *shape: int, dtype: torch.dtype | None = None, part: tuple[slice, ...] = ()
+    ) -> Tensor:
+        """Tensor `name`, which must have this shape, on the device in `dtype` (default: the model's).
+
+        With `part`, one slice per leading axis, only that part of it, and no other bytes are read.
+        """
         if name not in self._where:
             raise ModelError(f"{self.folder}: tensor `{name}` {list(shape)} is missing")
-        shard, stored = self._where[name]
+        file, stored = self._where[name]
         try:
-            header = self._shards[shard].get_slice(stored)
+            header = self._shards[file].get_slice(stored)
             if tuple(header.get_shape()) != shape:
                 raise ModelError(
-                    f"{self.folder / shard}: tensor `{stored}` has shape {header.get_shape()}, expected {list(shape)}"
+                    f"{self.folder / file}: tensor `{stored}` has shape {header.get_shape()}, expected {list(shape)}"
                 )
             if header.get_dtype() not in DTYPES:
                 raise ModelError(
-                    f"{self.folder / shard}: tensor `{stored}` is {header.get_dtype()}, "
+                    f"{self.folder / file}: tensor `{stored}` is {header.get_dtype()}, "
                     f"expected one of {', '.join(sorted(DTYPES))}"
                 )
-            tensor: Tensor = self._shards[shard].get_tensor(stored)
+            tensor: Tensor = header[part] if part else self._shards[file].get_tensor(stored)
         except SafetensorError as e:
-            raise ModelError(f"{self.folder / shard}: tensor `{stored}` cannot be read: {e}") from e
+            raise ModelError(f"{self.folder / file}: tensor `{stored}` cannot be read: {e}") from e
         self._unused.discard(name)
         if self.progress is not None:
             self.progress(self._total - len(self._unused), self._total)
-        return tensor.to(device=self.device, dtype=dtype or self.dtype)
+        return tensor.to(device=self.device, dtype=dtype or self.dtype).contiguous()
 
     def finish(self) -> None:
         """Raise `ModelError` if a tensor was left over: it would have changed the maths."""
         if self._unused:
-            shard, stored = self._where[min(self._unused)]
+            file, stored = self._where[min(self._unused)]
             raise ModelError(
-                f"{self.folder / shard}: tensor `{stored}` has no place in this model ({len(self._unused)} such)"
+                f"{self.folder / file}: tensor `{stored}` has no place in this model ({len(self._unused)} such)"
             )
 
     def _inventory(self) -> dict[str, str]:
@@ -113,13 +122,37 @@ class Weights:
 
 
 class Take:
-    """`Weights.take` below a name prefix, so that a module names its own tensors only."""
+    """`Weights.take` below a name prefix, so that a module names its own tensors only.
+
+    A call gives the whole tensor; `rows`, `columns` and `vocabulary` give this rank's slice. Shapes are always those of
+    the whole tensor, as the file has it. What cannot be split evenly is a `ModelError` naming the tensor.
+    """
 
     def __init__(self, weights: Weights, prefix: str = "") -> None:
         self._weights, self._prefix = weights, prefix
 
+    @property
+    def shard(self) -> Shard:
+        return self._weights.shard
+
     def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self._weights.take(self._prefix + name, *shape, dtype=dtype)
+
+    def rows(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's equal share of the first axis."""
+        part = slice(*self.shard.bounds(shape[0], what=f"rows of tensor `{self._prefix}{name}`"))
+        return self._weights.take(self._prefix + name, *shape, dtype=dtype, part=(part,))
+
+    def columns(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's equal share of the last axis."""
+        part = slice(*self.shard.bounds(shape[-1], what=f"columns of tensor `{self._prefix}{name}`"))
+        whole = (slice(None),) * (len(shape) - 1)
+        return self._weights.take(self._prefix + name, *shape, dtype=dtype, part=(*whole, part))
+
+    def vocabulary(self, name: str, V: int, d: int, *, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's rows of a matrix with one row per token, see `Shard.uneven`."""
+        part = slice(*self.shard.uneven(V))
+        return self._weights.take(self._prefix + name, V, d, dtype=dtype, part=(part,))
 
     def empty(self, *shape: int) -> Tensor:
         """Memory where the tensors go, to stack several into one."""
