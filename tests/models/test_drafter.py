@@ -234,6 +234,19 @@ def test_yarn_amplitude_is_a_switch_with_a_reason(target, tmp_path):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     other = draft(as_published, target, [context(as_published, x)], [3])[0]
     assert not torch.allclose(got, other, atol=1e-3)
+    with pytest.raises(ModelError, match="yarn_rule: expected ratio or factor, got both"):
+        load(folder, target, yarn_rule="both")
+
+
+@pytest.mark.parametrize(
+    ("rope", "why"),
+    [(DEFAULT, "the drafter has no YaRN"), (YARN | {"attention_factor": 1.3}, "`attention_factor`")],
+)
+def test_a_yarn_rule_without_a_say_is_refused(target, tmp_path, rope, why):
+    folder = write(tmp_path, {"rope_parameters": rope})
+    assert why in load(folder, target).yarn_reason
+    with pytest.raises(ModelError, match=f'yarn_rule: "factor" was asked for, but .*{why}'):
+        load(folder, target, yarn_rule="factor")
 
 
 @pytest.mark.parametrize(
@@ -256,6 +269,18 @@ def test_other_exports_names(target, tmp_path, rename):
     assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
 
 
+def test_a_mask_embedding_of_its_own(target, tmp_path):
+    """It takes the place of the target's row in every slot but the anchor's."""
+    folder = write(tmp_path, VARIANTS["full"][0])
+    without = load(folder, target)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"mask_embedding": torch.linspace(-1, 1, D)}, file)
+    drafter, x = load(folder, target), features(11)
+    got = draft(drafter, target, [context(drafter, x)], [5])[0]
+    torch.testing.assert_close(got, PlainDFlash(folder).hidden(x, 5, target.embedding, everything))
+    assert not torch.allclose(got, draft(without, target, [context(without, x)], [5])[0], atol=1e-3)
+
+
 def test_a_drafter_for_another_target_is_refused(target, tmp_path):
     folder = write_drafter(tmp_path, {"hidden_size": 32})
     with pytest.raises(ModelError, match=r"`hidden_size` is 32.*24"):
@@ -265,7 +290,7 @@ def test_a_drafter_for_another_target_is_refused(target, tmp_path):
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("mask_embedding", torch.ones(D), "`mask_embedding` has no place"),
+        ("mask_embedding", torch.ones(1, D), r"`mask_embedding` has shape \[1, 24\], expected \[24\]"),
         ("layers.1.input_layernorm.weight", torch.ones(D), "`layers.1.input_layernorm.weight` has no place"),
         ("layers.0.self_attn.q_proj.bias", torch.ones(32), "`layers.0.self_attn.q_proj.bias` has no place"),
         ("fc.weight", torch.ones(D, D), r"`fc.weight` has shape \[24, 24\], expected \[24, 48\]"),

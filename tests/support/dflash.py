@@ -49,6 +49,8 @@ class PlainDFlash:
         S, N = size or c["block_size"], len(features)
         tokens = [anchor] + [c["dflash_config"]["mask_token_id"]] * (S - 1)
         x = embedding.double()[tokens]
+        if "mask_embedding" in w:
+            x[1:] = w["mask_embedding"]
         context = self.norm(features.double() @ w["fc.weight"].T, "hidden_norm.weight")
         positions = torch.arange(N + S, dtype=torch.float64)
         for i in range(c["num_hidden_layers"]):

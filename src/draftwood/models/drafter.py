@@ -95,6 +95,7 @@ class Drafter(nn.Module):
     """A DFlash drafter, inference only. Build it with `from_folder`.
 
     `yarn_rule` and `yarn_reason` say how YaRN's amplitude was chosen; it changes acceptance, never the output.
+    Mask slots are embedded as the target's mask token, or as the drafter's own `mask_embedding` where an export has one.
     """
 
     def __init__(
@@ -108,12 +109,13 @@ class Drafter(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.yarn_rule, self.yarn_reason = config.yarn_rule if yarn_rule is None else (yarn_rule, "asked for")
+        self.yarn_rule, self.yarn_reason = config.choose_yarn_rule(yarn_rule)
         d, hd, L = config.hidden_size, config.head_dim, config.num_hidden_layers
         q, kv = config.num_attention_heads * hd, config.num_key_value_heads * hd
         self.fc = Matrix(take("fc.weight", d, len(config.target_layer_ids) * d))
         self.context_norm = frozen(take("hidden_norm.weight", d))
         self.norm = frozen(take("norm.weight", d))
+        self.mask_embedding = frozen(take("mask_embedding", d)) if "mask_embedding" in take else None
         scopes = [take.under(f"layers.{i}") for i in range(L)]
         qkv = take.empty(L, q + 2 * kv, d)
         for weight, scope in zip(qkv, scopes, strict=True):
@@ -202,6 +204,8 @@ class Drafter(nn.Module):
         tokens = torch.where(slots == 0, anchor[:, None], c.mask_token_id)  # [B, S]
         cos, sin = self.rotary(context_len[:, None] + slots, self.norm.dtype)
         x = embed(tokens).to(self.norm.dtype)
+        if self.mask_embedding is not None:
+            x = torch.where(slots[:, None] == 0, x, self.mask_embedding)
         for i, layer in enumerate(self.layers):
             context = (k_pages[i], v_pages[i], page_table, context_len)
             x = layer(x, partial(self.qkv.layer, i), self.k_norm[i], cos, sin, context)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -19,6 +19,12 @@ from draftwood.models.json_config import LIBRARY_KEYS, FolderConfig, Values, par
 from draftwood.models.rope import Rope, YarnRule, take_rope
 
 ARCHITECTURE = "DFlashDraftModel"
+
+YARN_RULES = get_args(YarnRule)
+
+# Width, layers, block, rope base and factor of both Kimi drafters. K2.5's was published with rope type `yarn`, K2.6's
+# with `deepseek_yarn`; else their configs are the same.
+KIMI_SHAPE = (7168, 6, 8, 5e4, 64.0)
 
 _OTHER_FAMILIES = {  # a key that only this family has -> the family
     "conv_kernel_size": "DFlash2",
@@ -140,16 +146,27 @@ class DrafterConfig(FolderConfig):
     def yarn_rule(self) -> tuple[YarnRule, str]:
         """How YaRN scales cos and sin when nobody says otherwise, and why."""
         rope = self.rope
-        kimi_k25 = (
-            self.hidden_size,
-            self.num_hidden_layers,
-            self.block_size,
-            rope.rope_theta,
-            rope.factor,
-        ) == ((7168, 6, 8, 5e4, 64.0))
-        if rope.rope_type == "yarn" and rope.attention_factor is None and kimi_k25:
+        shape = (self.hidden_size, self.num_hidden_layers, self.block_size, rope.rope_theta, rope.factor)
+        if not rope.is_yarn:
+            return "ratio", "the drafter has no YaRN"
+        if rope.attention_factor is not None:
+            return "ratio", "the config's `attention_factor` goes before any rule"
+        if rope.rope_type == "yarn" and shape == KIMI_SHAPE:
             return "factor", "Kimi-K2.5-DFlash: acceptance was reported to drop with the ratio of the mscales"
         return "ratio", "the config's own numbers, as transformers and DeepSeek read them"
+
+    def choose_yarn_rule(self, asked: YarnRule | None) -> tuple[YarnRule, str]:
+        """The rule asked for, or the default, with its reason.
+
+        Raises `ModelError` if one is asked for where no rule has a say.
+        """
+        if asked is None:
+            return self.yarn_rule
+        if asked not in YARN_RULES:
+            raise ModelError(f"yarn_rule: expected {' or '.join(YARN_RULES)}, got {asked}")
+        if not self.rope.is_yarn or self.rope.attention_factor is not None:
+            raise ModelError(f'yarn_rule: "{asked}" was asked for, but {self.yarn_rule[1]} ({self.file})')
+        return asked, "asked for"
 
     def check_fits(self, target: TargetConfig) -> None:
         """Raise `ModelError` naming the key if this drafter was not made for such a target."""

@@ -55,6 +55,9 @@ class Weights:
             self._where[own] = (file, name)
         self._total, self._unused = len(self._where), set(self._where)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
     def take(
         self, name: str, *shape: int, dtype: torch.dtype | None = None, part: tuple[slice, ...] = ()
     ) -> Tensor:
@@ -134,6 +137,10 @@ class Take:
     @property
     def shard(self) -> Shard:
         return self._weights.shard
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the files hold it: for tensors that only some exports have."""
+        return self._prefix + name in self._weights
 
     def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self._weights.take(self._prefix + name, *shape, dtype=dtype)

@@ -113,6 +113,8 @@ def published_tensors(drafter: Drafter) -> dict[str, Tensor]:
         "hidden_norm.weight": drafter.context_norm,
         "norm.weight": drafter.norm,
     }
+    if drafter.mask_embedding is not None:
+        tensors["mask_embedding"] = drafter.mask_embedding
     for i, layer in enumerate(drafter.layers):
         assert isinstance(layer, DraftLayer)
         name = f"layers.{i}."

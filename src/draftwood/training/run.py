@@ -114,7 +114,7 @@ def _drafter(folder: Path, target: Target, s: TrainSettings, start: Path, device
         other = load(resolve(s.init))
         if other.config.model_copy(update={"file": drafter.config.file}) != drafter.config:
             raise ValueError(f"init: {s.init} is a drafter of another shape than these settings describe")
-        drafter.load_state_dict(other.state_dict())
+        return other
     return drafter
 
 
