@@ -1,4 +1,4 @@
-"""Requests -> the device state of a round, and a round's results -> host values in one transfer each."""
+"""Rows of a batch -> the device state of its rounds."""
 
 from __future__ import annotations
 
@@ -9,67 +9,72 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from draftwood.engine.request import Request
+from draftwood.engine.sampling_params import SamplingParams
 from draftwood.kernels.sample.params import SampleParams
-from draftwood.kernels.tree_accept import Done, Limits
-from draftwood.round import RoundResult, RoundState
+from draftwood.kernels.tree_accept import Limits
+from draftwood.round import RoundState
 
 
 @dataclass(frozen=True)
-class HostResult:
-    """One round's results as lists, row by row."""
+class Row:
+    """All that the device needs of a request to decode it from where it stands."""
 
-    emitted: list[list[int]]
-    done: list[Done]
-    n_slots: list[int]
+    prompt: list[int]
+    output: list[int]
+    """Tokens emitted so far; the newest of all tokens is the root."""
+    pages: list[int]
+    seed: int
+    params: SamplingParams
+    stop_ids: tuple[int, ...]
+
+    @property
+    def root(self) -> int:
+        return (self.output or self.prompt)[-1]
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
 
 
 def build_state(
-    requests: Sequence[Request], *, max_pages: int, max_context: int, vocab_size: int, device: str
+    rows: Sequence[Row], *, max_pages: int, max_context: int, vocab_size: int, device: str
 ) -> RoundState:
     """The state of a batch before its next round; called when the batch's members change."""
 
     def column(values: list, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-    table = np.full((len(requests), max_pages), -1, np.int32)
-    for row, request in enumerate(requests):
-        table[row, : len(request.pages)] = request.pages
+    table = np.full((len(rows), max_pages), -1, np.int32)
+    for line, row in zip(table, rows, strict=True):
+        line[: len(row.pages)] = row.pages
     limits = Limits(
-        stop_ids=column(_padded([list(r.stop_ids) for r in requests], -1), torch.int32),
-        max_new=column([r.params.max_new_tokens - len(r.output.token_ids) for r in requests], torch.int32),
-        context_left=column([max_context - r.n_tokens for r in requests], torch.int32),
+        stop_ids=column(_padded([list(r.stop_ids) for r in rows], -1), torch.int32),
+        max_new=column([r.params.max_new_tokens - len(r.output) for r in rows], torch.int32),
+        context_left=column([max_context - r.n_tokens for r in rows], torch.int32),
     )
     return RoundState(
-        root=column([r.root for r in requests], torch.int32),
-        prefix_len=column([r.prefix_len for r in requests], torch.int32),
+        root=column([r.root for r in rows], torch.int32),
+        prefix_len=column([r.n_tokens - 1 for r in rows], torch.int32),
         page_table=torch.from_numpy(table).to(device),
-        seed=column([r.output.seed for r in requests], torch.int64),
-        params=_sample_params(requests, vocab_size, device),
+        seed=column([r.seed for r in rows], torch.int64),
+        params=_sample_params(rows, vocab_size, device),
         limits=limits,
     )
 
 
-def to_host(result: RoundResult) -> HostResult:
-    """Wait for the device and read what the host needs."""
-    done, n_slots = torch.stack([result.accepted.done, result.tree.n_slots]).tolist()
-    emitted = [[token for token in row if token >= 0] for row in result.accepted.emitted.tolist()]
-    return HostResult(emitted, [Done(d) for d in done], n_slots)
-
-
-def _sample_params(requests: Sequence[Request], vocab_size: int, device: str) -> SampleParams:
-    params = [r.params for r in requests]
+def _sample_params(rows: Sequence[Row], vocab_size: int, device: str) -> SampleParams:
+    params = [r.params for r in rows]
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
     optional: dict[str, torch.Tensor] = {}
     if any(p.penalised for p in params):
-        seen = np.zeros((len(requests), vocab_size), bool)
-        counts = np.zeros((len(requests), vocab_size), np.int32)
-        for row, r in enumerate(requests):
-            seen[row, r.output.prompt_token_ids] = True
-            np.add.at(counts[row], r.output.token_ids, 1)
+        seen = np.zeros((len(rows), vocab_size), bool)
+        counts = np.zeros((len(rows), vocab_size), np.int32)
+        for i, row in enumerate(rows):
+            seen[i, row.prompt] = True
+            np.add.at(counts[i], row.output, 1)
         optional |= {
             "repetition": column([p.repetition_penalty for p in params]),
             "presence": column([p.presence_penalty for p in params]),

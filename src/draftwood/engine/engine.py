@@ -1,29 +1,24 @@
 """The engine: admits requests, prefills them, runs rounds, hands out what they emit.
 
-It sees requests and device state, never text formats or files. One step is one round.
+It sees requests and their pages, never tensors, text formats or files; the runner does what it decides. One step is one round.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-
-import numpy as np
-import torch
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from draftwood.cache.pages import OutOfPagesError, PageAllocator
-from draftwood.engine.batch import HostResult, build_state, to_host
 from draftwood.engine.budget import BudgetController
-from draftwood.engine.outputs import RoundRecord, StreamEvent, TokenLogprob, TracedTree
+from draftwood.engine.outputs import RoundRecord, StreamEvent
 from draftwood.engine.request import Request
+from draftwood.engine.runner import RoundOutcome, Runner
 from draftwood.kernels.tree_accept import Done
-from draftwood.models.target import TreeBatch
-from draftwood.round import RoundPlan, RoundResult, RoundState, Stages, decode_round
-from draftwood.tree import DraftTree, from_parents
+from draftwood.round import RoundPlan
+from draftwood.tree import DraftTree
 
 MAX_CANDIDATES = 32
 """Candidates per depth at most; siblings past this rank practically never pay."""
@@ -59,23 +54,20 @@ class Engine:
 
     def __init__(
         self,
-        stages: Stages,
+        runner: Runner,
         speculation: Speculation,
         allocator: PageAllocator,
         *,
-        page_size: int,
-        max_context: int,
         max_batch: int,
         prefill_chunk: int,
-        device: str,
         trace: bool = False,
     ) -> None:
-        self.stages, self.speculation, self.allocator = stages, speculation, allocator
-        self.page_size, self.max_context, self.max_batch = page_size, max_context, max_batch
-        self.prefill_chunk, self.device, self.trace = prefill_chunk, device, trace
+        self.runner, self.speculation, self.allocator = runner, speculation, allocator
+        self.page_size, self.max_context = runner.page_size, runner.max_context
+        self.max_batch, self.prefill_chunk, self.trace = max_batch, prefill_chunk, trace
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self._state: RoundState | None = None
+        self._changed = True  # the runner has not been told of `running` as it is now
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises ValueError if it could never run."""
@@ -102,21 +94,13 @@ class Engine:
             raise OutOfPagesError(
                 f"no request can be admitted: {self.allocator.n_free} of {self.allocator.n_pages} pages are free"
             )
-        if self._state is None:
-            self._state = build_state(
-                self.running,
-                max_pages=-(-self.max_context // self.page_size),
-                max_context=self.max_context,
-                vocab_size=self.stages.target.config.vocab_size,
-                device=self.device,
-            )
+        if self._changed:
+            self.runner.begin([request.row() for request in self.running])
+            self._changed = False
         plan = self._plan()
-        timer = StageTimer(self.device)
-        result = decode_round(self.stages, self._state, plan, timer)
-        with timer("accept"):
-            host = to_host(result)
-            logprobs = _logprobs(self.stages, self.running, result, host)
-        events = self._deliver(plan, result, host, logprobs, timer.seconds)
+        outcome = self.runner.round(plan, trace=self.trace)
+        self._learn(plan, outcome)
+        events = self._deliver(outcome)
         self._retire()
         return events
 
@@ -124,7 +108,7 @@ class Engine:
         """Drop every request and give their pages back."""
         self._release(self.running)
         self.waiting.clear()
-        self.running, self._state = [], None
+        self.running, self._changed = [], True
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every page is free or owned by a running request."""
@@ -146,7 +130,7 @@ class Engine:
             self.waiting.popleft()
             request.pages = self.allocator.take(n_pages)
             self.running.append(request)
-            self._state = None
+            self._changed = True
             if self.speculation.controller is not None:
                 self.speculation.controller.restart()
             started = time.perf_counter()
@@ -155,21 +139,9 @@ class Engine:
 
     def _prefill(self, request: Request) -> None:
         """Fill pages and drafter context with all prompt tokens but the last, which is the first root."""
-        tokens = torch.tensor([request.output.prompt_token_ids[:-1]], dtype=torch.int32, device=self.device)
-        table = torch.tensor([request.pages], dtype=torch.int32, device=self.device)
-        stages, taps = self.stages, self.stages.drafting.taps if self.stages.drafting else ()
-        for start in range(0, tokens.shape[1], self.prefill_chunk):
-            chunk = tokens[:, start : start + self.prefill_chunk]
-            size = chunk.shape[1]
-            chain = _chain(size).torch(self.device)
-            prefix = torch.tensor([start], dtype=torch.int32, device=self.device)
-            batch = TreeBatch(table, prefix, chain.ancestors, chain.n_slots)
-            output = stages.target(chunk, start + chain.depths, stages.latents.pages, batch, taps)
-            stages.kernels.commit_kv(
-                stages.latents.pages, output.latents, table, prefix, chain.depths, chain.n_slots
-            )
-            if stages.drafting is not None:
-                stages.drafting.extend(output.features, table, prefix, chain.n_slots)
+        tokens = request.output.prompt_token_ids[:-1]
+        for start in range(0, len(tokens), self.prefill_chunk):
+            self.runner.prefill(tokens[start : start + self.prefill_chunk], start, request.pages)
 
     # rounds
 
@@ -182,65 +154,40 @@ class Engine:
         depth, slots = s.controller.plan(s.slots)
         return RoundPlan(slots, depth, min(s.top_k, slots - 1), prune=partial(_prune, s.controller, depth))
 
-    def _deliver(
-        self,
-        plan: RoundPlan,
-        result: RoundResult,
-        host: HostResult,
-        logprobs: list[list[TokenLogprob] | None],
-        seconds: dict[str, float],
-    ) -> list[StreamEvent]:
-        tree, batch = result.tree, len(self.running)
-        promised = tree.scores.exp().sum(1).tolist()  # inert slots score -inf
-        self._learn(plan, tree, promised, host, seconds)
+    def _deliver(self, outcome: RoundOutcome) -> list[StreamEvent]:
         events = []
-        for row, request in enumerate(self.running):
-            tokens, n = host.emitted[row], host.n_slots[row]
+        for request, row in zip(self.running, outcome.rows, strict=True):
             record = RoundRecord(
-                slots=n,
-                padded_slots=tree.T,
-                accepted=len(tokens) - (host.done[row] != Done.FAILED),
-                emitted=len(tokens),
-                batch=batch,
-                expected=promised[row],
-                seconds=seconds,
+                slots=row.slots,
+                padded_slots=outcome.padded_slots,
+                accepted=len(row.emitted) - (row.done != Done.FAILED),
+                emitted=len(row.emitted),
+                batch=len(outcome.rows),
+                expected=row.expected,
+                seconds=outcome.seconds,
+                trace=row.trace,
             )
-            if self.trace:
-                traced = TracedTree(
-                    tree.tokens[row, :n].tolist(),
-                    tree.parents[row, :n].tolist(),
-                    tree.scores[row, :n].tolist(),
-                    [slot for slot in result.accepted.path[row].tolist() if slot >= 0],
-                    tokens,
-                )
-                record = replace(record, trace=traced)
-            events.append(request.push(tokens, host.done[row], record, logprobs[row]))
+            events.append(request.push(row.emitted, row.done, record, row.logprobs))
         return events
 
-    def _learn(
-        self,
-        plan: RoundPlan,
-        tree: DraftTree,
-        promised: list[float],
-        host: HostResult,
-        seconds: dict[str, float],
-    ) -> None:
+    def _learn(self, plan: RoundPlan, outcome: RoundOutcome) -> None:
         """Tell the budget controller what the round cost and what was accepted; rows cut short teach nothing."""
         controller = self.speculation.controller
         if controller is None:
             return
-        controller.observe_cost(tree.B * tree.T, seconds)
-        going = [row for row, done in enumerate(host.done) if done == Done.RUNNING]
-        if tree.T > 1 and going:
-            accepted = sum(len(host.emitted[row]) - 1 for row in going)
-            controller.observe_draft(sum(promised[row] - 1 for row in going), accepted, plan.depth, seconds)
+        controller.observe_cost(len(outcome.rows) * outcome.padded_slots, outcome.seconds)
+        going = [row for row in outcome.rows if row.done == Done.RUNNING]
+        if outcome.padded_slots > 1 and going:
+            accepted = sum(len(row.emitted) - 1 for row in going)
+            promised = sum(row.expected - 1 for row in going)
+            controller.observe_draft(promised, accepted, plan.depth, outcome.seconds)
 
     def _retire(self) -> None:
         finished = [r for r in self.running if r.finished]
         if finished:
             self._release(finished)
             self.running = [r for r in self.running if not r.finished]
-            self._state = None
+            self._changed = True
 
     def _release(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -252,53 +199,3 @@ def _prune(controller: BudgetController, depth: int, tree: DraftTree) -> DraftTr
     """Keep the slots that pay, and no more than the largest tree has."""
     live = tree.truncated(int(tree.n_slots.max()))
     return live if live.T == 1 else live.truncated(controller.pick(live, depth))
-
-
-class StageTimer:
-    """Wall seconds per stage name, adding up over repeated uses; waits for the device on CUDA."""
-
-    def __init__(self, device: str) -> None:
-        self._wait: Callable[[], None] = torch.cuda.synchronize if device.startswith("cuda") else _nothing
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._wait()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
-
-
-def _nothing() -> None:
-    return None
-
-
-@lru_cache(maxsize=8)
-def _chain(size: int) -> DraftTree:
-    """A chain of `size` slots: how a prefill chunk looks to the target."""
-    parents = np.arange(-1, size - 1)[None]
-    return from_parents(np.zeros((1, size)), parents, [size])
-
-
-def _logprobs(
-    stages: Stages, requests: Sequence[Request], result: RoundResult, host: HostResult
-) -> list[list[TokenLogprob] | None]:
-    """Log-probabilities of the emitted tokens, path rows only; None for requests that want none."""
-    wanted = [r.params.logprobs for r in requests]
-    most = max((n for n in wanted if n is not None), default=None)
-    if most is None:
-        return [None] * len(requests)
-    path = result.accepted.path.clamp(min=0).long()
-    rows = result.logits.gather(1, path[..., None].expand(-1, -1, result.logits.shape[-1]))  # [B, D + 1, V]
-    emitted = result.accepted.emitted.clamp(min=0).long()
-    chosen = rows.log_softmax(-1).gather(2, emitted[..., None])[..., 0].tolist()
-    lp, ids = (t.tolist() for t in stages.kernels.topk_logprobs(rows, min(max(most, 1), rows.shape[-1])))
-
-    def at(b: int, j: int, n: int) -> TokenLogprob:
-        top = tuple(zip(ids[b][j][:n], lp[b][j][:n], strict=True))
-        return TokenLogprob(host.emitted[b][j], chosen[b][j], top)
-
-    return [
-        None if n is None else [at(b, j, n) for j in range(len(host.emitted[b]))]
-        for b, n in enumerate(wanted)
-    ]

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import operator
 import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +19,21 @@ from draftwood.cache.pages import PageAllocator
 from draftwood.cache.pools import DraftContext, LatentPool
 from draftwood.config import Budget, EngineConfig, Mode
 from draftwood.drafting import DFlashDrafting
-from draftwood.engine.batch import build_state
 from draftwood.engine.budget import BudgetController, CostTable
 from draftwood.engine.engine import PLAIN, Engine, Speculation
 from draftwood.engine.outputs import RequestOutput, StreamEvent
 from draftwood.engine.request import Request
+from draftwood.engine.runner import Runner
 from draftwood.engine.sampling_params import MAX_SEED, SamplingParams
 from draftwood.engine.stops import StopStrings
 from draftwood.kernels import load_kernels
 from draftwood.models.drafter import Drafter
 from draftwood.models.folder import resolve
 from draftwood.models.layers import pack
-from draftwood.models.target import Target, TreeBatch
+from draftwood.models.target import Target
 from draftwood.models.tokenizer import StreamDecoder, Tokenizer
-from draftwood.round import Drafting, RoundPlan, Stages, build, draft
+from draftwood.round import Drafting, RoundPlan, Stages
 from draftwood.scores import ScoreRule
-from draftwood.tree import root_only
 
 Prompt = str | Sequence[int]
 
@@ -188,19 +185,19 @@ class LLM:
 
     def _engine(self, mode: Mode, budget: Budget, trace: bool) -> Engine:
         return Engine(
-            self._stages(None if mode == "plain" else self.drafting),
+            self._runner(None if mode == "plain" else self.drafting),
             self._speculation(mode, budget),
             self.allocator,
-            page_size=self.config.page_size,
-            max_context=self.max_context,
             max_batch=self.config.max_batch,
             prefill_chunk=self.config.prefill_chunk,
-            device=self.device,
             trace=trace,
         )
 
-    def _stages(self, drafting: Drafting | None) -> Stages:
-        return Stages(self.target, self.latents, drafting, self.kernels, self.config.noise_coupled)
+    def _runner(self, drafting: Drafting | None) -> Runner:
+        stages = Stages(self.target, self.latents, drafting, self.kernels, self.config.noise_coupled)
+        return Runner(
+            stages, page_size=self.config.page_size, max_context=self.max_context, device=self.device
+        )
 
     def _speculation(self, mode: Mode, budget: Budget) -> Speculation:
         if mode == "plain":
@@ -222,48 +219,13 @@ class LLM:
     @torch.inference_mode()
     def _calibrate(self, largest: Speculation) -> BudgetController:
         """Time target passes of several sizes and drafts of every depth; rounds correct these numbers as they go."""
+        runner = self._runner(self.drafting)
         sizes = tuple(n for n in TIMED_ROWS if n <= max(2, self.config.max_budget))
-        return BudgetController(CostTable(self._time_target, sizes), self._time_drafts(largest))
-
-    def _time_target(self, rows: int) -> float:
-        """Seconds of a target pass over `rows` independent roots with an empty prefix."""
-        tree = root_only([0] * rows).torch(self.device)
-        table = torch.zeros(rows, 1, dtype=torch.int32, device=self.device)
-        batch = TreeBatch(table, torch.zeros_like(tree.n_slots), tree.ancestors, tree.n_slots)
-
-        def run() -> None:
-            output = self.target(tree.tokens, tree.depths, self.latents.pages, batch, ())
-            self.target.logits(output.hidden)
-
-        return self._best_of_three(run)
-
-    def _time_drafts(self, largest: Speculation) -> list[float]:
-        """Seconds of drafting 1, 2, ... tokens deep and building the largest tree, for a greedy request without prefix."""
-        request = self._request(0, [0], SamplingParams())
-        state = build_state(
-            [request],
-            max_pages=1,
-            max_context=self.max_context,
-            vocab_size=self.target.config.vocab_size,
-            device=self.device,
-        )
-        stages = self._stages(self.drafting)
-
-        def run(depth: int) -> None:
-            plan = RoundPlan(largest.slots, depth, largest.top_k)
-            build(stages, state, plan, *draft(stages, state, plan))
-
-        return [self._best_of_three(partial(run, depth)) for depth in range(1, largest.depth + 1)]
-
-    def _best_of_three(self, run: Callable[[], object]) -> float:
-        best = float("inf")
-        for _ in range(3):
-            started = time.perf_counter()
-            run()
-            if self.device == "cuda":
-                torch.cuda.synchronize()
-            best = min(best, time.perf_counter() - started)
-        return best
+        drafts = [
+            runner.time_draft(RoundPlan(largest.slots, depth, largest.top_k))
+            for depth in range(1, largest.depth + 1)
+        ]
+        return BudgetController(CostTable(runner.time_target, sizes), drafts)
 
     def _load_drafter(self, folder: Path) -> Drafting:
         drafter = Drafter.from_folder(

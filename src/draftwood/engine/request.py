@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from draftwood.engine.batch import Row
 from draftwood.engine.outputs import RequestOutput, RoundRecord, StreamEvent, TokenLogprob
 from draftwood.engine.sampling_params import SamplingParams
 from draftwood.engine.stops import StopStrings
@@ -24,22 +25,19 @@ class Request:
     pages: list[int] = field(default_factory=list)
 
     @property
-    def root(self) -> int:
-        """The newest token; its KV is not in the pages yet."""
-        return (self.output.token_ids or self.output.prompt_token_ids)[-1]
-
-    @property
     def n_tokens(self) -> int:
         return len(self.output.prompt_token_ids) + len(self.output.token_ids)
 
     @property
-    def prefix_len(self) -> int:
-        """Positions in the pages: every token but the root."""
-        return self.n_tokens - 1
-
-    @property
     def finished(self) -> bool:
         return self.output.finish_reason is not None
+
+    def row(self) -> Row:
+        """What the runner needs to decode it from here."""
+        out = self.output
+        return Row(
+            out.prompt_token_ids, list(out.token_ids), self.pages, out.seed, self.params, self.stop_ids
+        )
 
     def push(
         self, tokens: list[int], done: Done, record: RoundRecord, logprobs: list[TokenLogprob] | None

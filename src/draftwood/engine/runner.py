@@ -1,0 +1,207 @@
+"""The device side of the engine: holds a batch's state, and executes what the engine has decided.
+
+It knows rows and tensors, never requests, text or policy. Every call is a plain message, numbers in and numbers out, so
+that ranks of a tensor-parallel engine can be sent the same ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from draftwood.engine.batch import Row, build_state
+from draftwood.engine.outputs import TokenLogprob, TracedTree
+from draftwood.engine.sampling_params import SamplingParams
+from draftwood.kernels.tree_accept import Done
+from draftwood.models.target import TreeBatch
+from draftwood.round import RoundPlan, RoundResult, RoundState, Stages, build, decode_round, draft
+from draftwood.tree import DraftTree, from_parents, root_only
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """What a round did for one row."""
+
+    emitted: list[int]
+    done: Done
+    slots: int
+    """Live slots of its tree, root included."""
+    expected: float
+    """Tokens that the tree's own scores promised, bonus included."""
+    logprobs: list[TokenLogprob] | None
+    trace: TracedTree | None
+
+
+@dataclass(frozen=True)
+class RoundOutcome:
+    """What a round did, on the host."""
+
+    rows: list[RowResult]
+    padded_slots: int
+    """T, of every row."""
+    seconds: dict[str, float]
+    """Wall time per stage."""
+
+
+class Runner:
+    """Runs prefill chunks and rounds over the pages of its stages."""
+
+    def __init__(self, stages: Stages, *, page_size: int, max_context: int, device: str) -> None:
+        self.stages, self.page_size, self.max_context, self.device = stages, page_size, max_context, device
+        self._rows: list[Row] = []
+        self._state: RoundState | None = None
+
+    def prefill(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
+        """Fill pages and drafter context at positions start, start + 1, ... of one request with these tokens.
+
+        `pages` are the request's from position 0 on; what lies before `start` is in them already.
+        """
+        stages, device = self.stages, self.device
+        taps = stages.drafting.taps if stages.drafting else ()
+        chain = _chain(len(tokens)).torch(device)
+        table = torch.tensor([pages], dtype=torch.int32, device=device)
+        prefix = torch.tensor([start], dtype=torch.int32, device=device)
+        batch = TreeBatch(table, prefix, chain.ancestors, chain.n_slots)
+        slots = torch.tensor([tokens], dtype=torch.int32, device=device)
+        output = stages.target(slots, start + chain.depths, stages.latents.pages, batch, taps)
+        stages.kernels.commit_kv(
+            stages.latents.pages, output.latents, table, prefix, chain.depths, chain.n_slots
+        )
+        if stages.drafting is not None:
+            assert output.features is not None
+            stages.drafting.extend(output.features, table, prefix, chain.n_slots)
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Decode these rows from the next round on."""
+        self._rows = list(rows)
+        self._state = self._state_of(self._rows, max_pages=-(-self.max_context // self.page_size))
+
+    def round(self, plan: RoundPlan, *, trace: bool = False) -> RoundOutcome:
+        """Run one round and wait for its results; needs a `begin` before it."""
+        if self._state is None:
+            raise RuntimeError("no batch has begun")
+        timer = StageTimer(self.device)
+        result = decode_round(self.stages, self._state, plan, timer)
+        with timer("accept"):
+            rows = self._to_host(result, trace)
+        return RoundOutcome(rows, result.tree.T, timer.seconds)
+
+    def time_target(self, rows: int) -> float:
+        """Seconds of a target pass over `rows` independent roots with an empty prefix."""
+        stages = self.stages
+        tree = root_only([0] * rows).torch(self.device)
+        table = torch.zeros(rows, 1, dtype=torch.int32, device=self.device)
+        batch = TreeBatch(table, torch.zeros_like(tree.n_slots), tree.ancestors, tree.n_slots)
+
+        def run() -> None:
+            output = stages.target(tree.tokens, tree.depths, stages.latents.pages, batch, ())
+            stages.target.logits(output.hidden)
+
+        return self._best_of_three(run)
+
+    def time_draft(self, plan: RoundPlan) -> float:
+        """Seconds of drafting and building as `plan` says, for one greedy request without a prefix."""
+        row = Row([0], [], [], 0, SamplingParams(), ())
+        state = self._state_of([row], max_pages=1)
+        return self._best_of_three(lambda: build(self.stages, state, plan, *draft(self.stages, state, plan)))
+
+    def _state_of(self, rows: Sequence[Row], max_pages: int) -> RoundState:
+        return build_state(
+            rows,
+            max_pages=max_pages,
+            max_context=self.max_context,
+            vocab_size=self.stages.target.config.vocab_size,
+            device=self.device,
+        )
+
+    def _best_of_three(self, run: Callable[[], object]) -> float:
+        best = float("inf")
+        for _ in range(3):
+            started = time.perf_counter()
+            run()
+            if self.device.startswith("cuda"):
+                torch.cuda.synchronize()
+            best = min(best, time.perf_counter() - started)
+        return best
+
+    def _to_host(self, result: RoundResult, trace: bool) -> list[RowResult]:
+        done, n_slots = torch.stack([result.accepted.done, result.tree.n_slots]).tolist()
+        emitted = [[token for token in row if token >= 0] for row in result.accepted.emitted.tolist()]
+        expected = result.tree.scores.exp().sum(1).tolist()  # inert slots score -inf
+        logprobs = _logprobs(self.stages, [row.params.logprobs for row in self._rows], result, emitted)
+        return [
+            RowResult(
+                emitted[b],
+                Done(done[b]),
+                n_slots[b],
+                expected[b],
+                logprobs[b],
+                _traced(result, b, n_slots[b], emitted[b]) if trace else None,
+            )
+            for b in range(len(emitted))
+        ]
+
+
+class StageTimer:
+    """Wall seconds per stage name, adding up over repeated uses; waits for the device on CUDA."""
+
+    def __init__(self, device: str) -> None:
+        self._wait: Callable[[], None] = torch.cuda.synchronize if device.startswith("cuda") else _nothing
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._wait()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
+
+
+def _nothing() -> None:
+    return None
+
+
+@lru_cache(maxsize=8)
+def _chain(size: int) -> DraftTree:
+    """A chain of `size` slots: how a prefill chunk looks to the target."""
+    parents = np.arange(-1, size - 1)[None]
+    return from_parents(np.zeros((1, size)), parents, [size])
+
+
+def _traced(result: RoundResult, b: int, n: int, emitted: list[int]) -> TracedTree:
+    tree = result.tree
+    return TracedTree(
+        tree.tokens[b, :n].tolist(),
+        tree.parents[b, :n].tolist(),
+        tree.scores[b, :n].tolist(),
+        [slot for slot in result.accepted.path[b].tolist() if slot >= 0],
+        emitted,
+    )
+
+
+def _logprobs(
+    stages: Stages, wanted: Sequence[int | None], result: RoundResult, emitted: list[list[int]]
+) -> list[list[TokenLogprob] | None]:
+    """Log-probabilities of the emitted tokens, path rows only; None for rows that want none."""
+    most = max((n for n in wanted if n is not None), default=None)
+    if most is None:
+        return [None] * len(wanted)
+    path = result.accepted.path.clamp(min=0).long()
+    rows = result.logits.gather(1, path[..., None].expand(-1, -1, result.logits.shape[-1]))  # [B, D + 1, V]
+    tokens = result.accepted.emitted.clamp(min=0).long()
+    chosen = rows.log_softmax(-1).gather(2, tokens[..., None])[..., 0].tolist()
+    lp, ids = (t.tolist() for t in stages.kernels.topk_logprobs(rows, min(max(most, 1), rows.shape[-1])))
+
+    def at(b: int, j: int, n: int) -> TokenLogprob:
+        top = tuple(zip(ids[b][j][:n], lp[b][j][:n], strict=True))
+        return TokenLogprob(emitted[b][j], chosen[b][j], top)
+
+    return [
+        None if n is None else [at(b, j, n) for j in range(len(emitted[b]))] for b, n in enumerate(wanted)
+    ]
