@@ -33,7 +33,8 @@ def test_json_is_one_object_and_nothing_else():
     result = run("def f(x):", "--json", "--max-new-tokens", "6", "--budget", "8")
     assert result.exit_code == 0, result.output
     out = json.loads(result.stdout)
-    assert set(out) == FIELDS
+    assert set(out) == FIELDS | {"choices"}
+    assert out["choices"] == {}  # nothing about the bundled pair is open
     assert out["completion_tokens"] == len(out["token_ids"]) <= 6
     assert out["rounds"] <= out["completion_tokens"]
 
@@ -88,6 +89,7 @@ def test_trace_page(tmp_path):
         (["--device", "tpu"], "device: expected"),
         (["--trace", "/nowhere/run.html"], "--trace: /nowhere/run.html cannot be written"),
         (["--mode", "plain", "--compare"], "--compare"),
+        (["--yarn-rule", "factor"], "the drafter has no YaRN"),
     ],
 )
 def test_wrong_arguments_exit_with_2_and_name_the_field(args, message):

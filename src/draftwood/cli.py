@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic import ValidationError
@@ -55,6 +55,13 @@ def generate(
     budget: Annotated[str, typer.Option(help="Slots per tree, root included, or `auto`.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float64.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    yarn_rule: Annotated[
+        Literal["ratio", "factor"] | None,
+        typer.Option(help="The drafter's YaRN amplitude; default: as its config suggests."),
+    ] = None,
+    inner_norm_eps: Annotated[
+        Literal["reference", "config"], typer.Option(help="Of the norms in the target's attention.")
+    ] = "reference",
     compare: Annotated[bool, typer.Option("--compare", help="Decode plainly too, and compare.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write an HTML page that shows every tree.")] = None,
@@ -79,7 +86,15 @@ def generate(
         )
         settings: dict[str, Any] = {"mode": mode, "budget": _budget(budget), "max_batch": 1}
         with stderr.status("loading the model"):
-            llm = LLM(model, drafter, dtype=dtype, device=device, **settings)
+            llm = LLM(
+                model,
+                drafter,
+                dtype=dtype,
+                device=device,
+                yarn_rule=yarn_rule,
+                inner_norm_eps=inner_norm_eps,
+                **settings,
+            )
             if compare:
                 _warm_up(llm, text)
         output = _run(llm, text, params, show=not as_json, trace=trace is not None)
@@ -89,9 +104,11 @@ def generate(
 
             write_trace(trace, output, llm.tokenizer.decode, title=f"draftwood · {mode}")
         if as_json:
-            print(json.dumps(_summary(output, plain)))
+            print(json.dumps(_summary(output, plain) | {"choices": llm.choices}))
         else:
             _print_summary(output, plain, mode, trace)
+            for setting, choice in llm.choices.items():
+                stderr.print(f"{setting}: {choice}", markup=False)
     if plain is not None and plain.token_ids != output.token_ids:
         raise typer.Exit(1)
 

@@ -126,7 +126,12 @@ def test_kimi_k26(tmp_path):
     assert c.eos_token_ids == (163585, 163586)  # both, though the file names one
     assert [c.is_moe(i) for i in (0, 1, 60)] == [False, True, True]
     assert c.inner_norm_eps == 1e-6
-    assert TargetConfig.from_folder(tmp_path, inner_norm_eps=1e-5).inner_norm_eps == 1e-5
+    assert c.choices == {"inner_norm_eps": "1e-06, the reference code's; `rms_norm_eps` is 1e-05"}
+    for asked in (1e-5, "config"):
+        other = TargetConfig.from_folder(tmp_path, inner_norm_eps=asked)
+        assert (other.inner_norm_eps, other.choices) == (1e-5, {})
+    with pytest.raises(ModelError, match="inner_norm_eps: expected reference, config or a number"):
+        TargetConfig.from_folder(tmp_path, inner_norm_eps="rms")
 
 
 def test_eos_is_the_union_of_what_the_files_say(tmp_path):
@@ -219,17 +224,29 @@ def test_broken_files(tmp_path, text, message):
         TargetConfig.from_folder(tmp_path / "nowhere")
 
 
-def test_kimi_drafter(tmp_path):
-    c = DrafterConfig.from_folder(write(tmp_path, KIMI_DRAFTER))
-    assert c.target_layer_ids == (1, 12, 24, 35, 47, 58)  # the default for 6 of 61
-    assert c.layers == (LayerAttention(causal=False, window=None),) * 6
-    assert c.yarn_rule[0] == "factor"
-    assert "K2.5" in c.yarn_rule[1]
+def test_kimi_drafters(tmp_path):
+    """K2.5 and K2.6 differ in how their configs spell YaRN, and so in the amplitude they get."""
     deepseek = KIMI_DRAFTER["rope_scaling"] | {"type": "deepseek_yarn", "rope_theta": 5e4}
     k26 = {k: v for k, v in KIMI_DRAFTER.items() if "rope" not in k} | {"rope_parameters": deepseek}
-    assert DrafterConfig.from_folder(write(tmp_path, k26)).yarn_rule[0] == "ratio"
     (tmp_path / "target").mkdir()
-    c.check_fits(TargetConfig.from_folder(write(tmp_path / "target", KIMI)))
+    kimi = TargetConfig.from_folder(write(tmp_path / "target", KIMI))
+    for values, rule, amplitude, reason in (
+        (KIMI_DRAFTER, "factor", 1.41589, "Kimi-K2.5-DFlash"),
+        (k26, "ratio", 1.0, "the config's own numbers"),
+    ):
+        c = DrafterConfig.from_folder(write(tmp_path, values))
+        c.check_fits(kimi)
+        assert c.target_layer_ids == (1, 12, 24, 35, 47, 58)  # the default for 6 of 61
+        assert c.layers == (LayerAttention(causal=False, window=None),) * 6
+        assert c.yarn_rule[0] == rule
+        assert c.rope.amplitude(rule) == pytest.approx(amplitude, abs=1e-5)
+        assert c.choices()["yarn_rule"].startswith(f"{rule}, so that")
+        assert reason in c.choices()["yarn_rule"]
+        other = "ratio" if rule == "factor" else "factor"
+        assert c.choices(other)["yarn_rule"].endswith("asked for")
+        plain = c.rope.model_copy(update={"factor": None}).inverse_frequencies(c.head_dim)
+        slower = (c.rope.inverse_frequencies(c.head_dim) < plain * 0.999999).nonzero()
+        assert slower.min() == 18  # the ramp is 0 at pair 17 of this head width
 
 
 @pytest.mark.parametrize(

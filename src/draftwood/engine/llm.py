@@ -27,9 +27,11 @@ from draftwood.engine.runner import Runner
 from draftwood.engine.sampling_params import MAX_SEED, SamplingParams
 from draftwood.engine.stops import StopStrings
 from draftwood.kernels import load_kernels
+from draftwood.models.config import InnerNormEps
 from draftwood.models.drafter import Drafter
 from draftwood.models.folder import resolve
 from draftwood.models.layers import pack
+from draftwood.models.rope import YarnRule
 from draftwood.models.target import Target
 from draftwood.models.tokenizer import StreamDecoder, Tokenizer
 from draftwood.round import Drafting, RoundPlan, Stages
@@ -50,11 +52,15 @@ class LLM:
         dtype: "float32", "bfloat16", "float64" or "auto" (bfloat16 on a GPU, float32 elsewhere).
         device: "cpu", "cuda" or "auto".
         kernels: implementation per kernel name, e.g. {"verify_attn": "torch"}; the rest is chosen for the device.
+        inner_norm_eps: of the target, see `InnerNormEps`.
+        yarn_rule: of the drafter, see `YarnRule`; None takes what `DrafterConfig.yarn_rule` decides.
         settings: fields of `EngineConfig`.
 
     Raises:
         ModelError: a folder is unsound or the drafter does not fit. ValueError: a setting is wrong.
         KernelUnavailableError: a kernel asked for by name cannot be had.
+
+    `choices` says how the checkpoints were read where that was open, and why; empty for most.
     """
 
     def __init__(
@@ -65,6 +71,8 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         kernels: Mapping[str, str] | None = None,
+        inner_norm_eps: InnerNormEps = "reference",
+        yarn_rule: YarnRule | None = None,
         **settings: Any,
     ) -> None:
         self.config = EngineConfig(**settings)
@@ -72,13 +80,22 @@ class LLM:
             if drafter is not None:
                 raise ValueError("drafter: given without `model`; the bundled target has its own drafter")
             model, drafter = bundled.pair()
+        if drafter is None and yarn_rule is not None:
+            raise ValueError("yarn_rule: given without a drafter, whose positions it is about")
         self.device = _device(device)
         self.dtype = _dtype(dtype, self.device)
         self.kernels = load_kernels(self.device, kernels)
         folder = resolve(model)
         self.tokenizer = Tokenizer.from_folder(folder)
-        self.target = Target.from_folder(folder, dtype=self.dtype, device=self.device, kernels=self.kernels)
+        self.target = Target.from_folder(
+            folder,
+            dtype=self.dtype,
+            device=self.device,
+            kernels=self.kernels,
+            inner_norm_eps=inner_norm_eps,
+        )
         pack(self.target)
+        self.choices = self.target.config.choices
         self.max_context = self._max_context()
         pages_per_request = -(-self.max_context // self.config.page_size)
         self.allocator = PageAllocator(self.config.n_pages or self.config.max_batch * pages_per_request)
@@ -90,7 +107,9 @@ class LLM:
             dtype=self.dtype,
             device=self.device,
         )
-        self.drafting: Drafting | None = None if drafter is None else self._load_drafter(resolve(drafter))
+        self.drafting: Drafting | None = (
+            None if drafter is None else self._load_drafter(resolve(drafter), yarn_rule)
+        )
         self._controller: BudgetController | None = None
 
     def generate(
@@ -227,11 +246,17 @@ class LLM:
         ]
         return BudgetController(CostTable(runner.time_target, sizes), drafts)
 
-    def _load_drafter(self, folder: Path) -> Drafting:
+    def _load_drafter(self, folder: Path, yarn_rule: YarnRule | None) -> Drafting:
         drafter = Drafter.from_folder(
-            folder, target=self.target, dtype=self.dtype, device=self.device, kernels=self.kernels
+            folder,
+            target=self.target,
+            dtype=self.dtype,
+            device=self.device,
+            kernels=self.kernels,
+            yarn_rule=yarn_rule,
         )
         pack(drafter)
+        self.choices |= drafter.config.choices(yarn_rule)
         context = DraftContext.allocate(
             drafter.config.num_hidden_layers,
             self.allocator.n_pages,

@@ -14,8 +14,11 @@ from draftwood.models.errors import ModelError
 from draftwood.models.json_config import LIBRARY_KEYS, FolderConfig, Values, parse, read_json, select
 from draftwood.models.rope import Rope, take_rope
 
-# The HF code builds the two norms inside the attention with its class default, whatever `rms_norm_eps` says;
-# most serving engines use `rms_norm_eps`. The first is what the published weights were exported with.
+InnerNormEps = float | Literal["reference", "config"]
+"""Epsilon of the two norms inside the attention. The HF code builds them with its class default, whatever
+`rms_norm_eps` says ("reference", what the published weights were exported with); most serving engines use
+`rms_norm_eps` ("config")."""
+
 REFERENCE_INNER_NORM_EPS = 1e-6
 
 # K2 files name only one of [EOS] and <|im_end|>, not always the one the model ends its turn with.
@@ -86,7 +89,7 @@ class TargetConfig(FolderConfig):
     eos_token_ids: tuple[NonNegativeInt, ...] = ()
 
     @classmethod
-    def from_folder(cls, path: str | Path, *, inner_norm_eps: float = REFERENCE_INNER_NORM_EPS) -> Self:
+    def from_folder(cls, path: str | Path, *, inner_norm_eps: InnerNormEps = "reference") -> Self:
         """Read `config.json` and, if there, `generation_config.json`. Raises `ModelError` naming the key."""
         file = Path(path) / "config.json"
         top = read_json(file)
@@ -111,7 +114,7 @@ class TargetConfig(FolderConfig):
         added = {
             "wrapped": wrapped,
             "rope": rope.model_dump(),
-            "inner_norm_eps": inner_norm_eps,
+            "inner_norm_eps": _inner_norm_eps(inner_norm_eps, values),
             "eos_token_ids": sorted(set(eos)),
         }
         return parse(cls, {**values, **added}, file)
@@ -147,8 +150,24 @@ class TargetConfig(FolderConfig):
         scale: float = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         return scale * self.rope.mscale_for(self.rope.mscale_all_dim or 0.0) ** 2
 
+    @property
+    def choices(self) -> dict[str, str]:
+        """What was decided where the file and the code it was exported with differ: setting -> value and reason."""
+        if self.inner_norm_eps == self.rms_norm_eps:
+            return {}
+        why = "the reference code's" if self.inner_norm_eps == REFERENCE_INNER_NORM_EPS else "asked for"
+        return {"inner_norm_eps": f"{self.inner_norm_eps:g}, {why}; `rms_norm_eps` is {self.rms_norm_eps:g}"}
+
     def is_moe(self, layer: int) -> bool:
         return layer >= self.first_k_dense_replace
+
+
+def _inner_norm_eps(asked: InnerNormEps, values: Values) -> Any:
+    if asked == "config":
+        return values.get("rms_norm_eps")
+    if isinstance(asked, str) and asked != "reference":
+        raise ModelError(f"inner_norm_eps: expected reference, config or a number, got {asked}")
+    return REFERENCE_INNER_NORM_EPS if asked == "reference" else asked
 
 
 def _unwrap(top: Values, file: Path) -> Values:

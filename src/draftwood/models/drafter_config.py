@@ -168,6 +168,15 @@ class DrafterConfig(FolderConfig):
             raise ModelError(f'yarn_rule: "{asked}" was asked for, but {self.yarn_rule[1]} ({self.file})')
         return asked, "asked for"
 
+    def choices(self, yarn_rule: YarnRule | None = None) -> dict[str, str]:
+        """What was decided where engines disagree: setting -> value and reason. Empty without YaRN."""
+        if not self.rope.is_yarn:
+            return {}
+        rule, why = self.choose_yarn_rule(yarn_rule)
+        return {
+            "yarn_rule": f"{rule}, so that cos and sin are scaled by {self.rope.amplitude(rule):.4g}: {why}"
+        }
+
     def check_fits(self, target: TargetConfig) -> None:
         """Raise `ModelError` naming the key if this drafter was not made for such a target."""
         for key in ("hidden_size", "vocab_size"):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from draftwood.kernels.moe.torch_impl import route
 from draftwood.kernels.registry import Kernels
 from draftwood.kernels.verify_attn import for_layers
-from draftwood.models.config import REFERENCE_INNER_NORM_EPS, TargetConfig
+from draftwood.models.config import InnerNormEps, TargetConfig
 from draftwood.models.dense_experts import DenseExperts, most_rows
 from draftwood.models.layers import MLP, Matrix, Packable, frozen, matrix, rms_norm
 from draftwood.models.rope import Rotary, rotate
@@ -185,7 +185,7 @@ class Target(nn.Module):
         device: torch.device | str,
         kernels: Kernels,
         progress: Progress | None = None,
-        inner_norm_eps: float = REFERENCE_INNER_NORM_EPS,
+        inner_norm_eps: InnerNormEps = "reference",
     ) -> Self:
         """Load config and tensors. Raises `ModelError` naming the key, file or tensor at fault."""
         config, device = TargetConfig.from_folder(path, inner_norm_eps=inner_norm_eps), torch.device(device)
