@@ -24,6 +24,7 @@ KERNELS = (
     "commit_kv",
     "draft_attn",
     "moe",
+    "moe_int4",
 )
 
 IMPLEMENTATIONS = {"ref": "ref", "torch": "torch_impl", "triton": "triton_impl"}
@@ -108,6 +109,7 @@ class Kernels:
     commit_kv: Callable[..., Any]
     draft_attn: Callable[..., Any]
     moe: Callable[..., Any]
+    moe_int4: Callable[..., Any]
     choices: tuple[Choice, ...] = ()
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+
+Matrices = Callable[[int], np.ndarray]
+"""Expert -> its weight [out, in]."""
 
 
 def moe(
@@ -29,12 +34,19 @@ def moe(
         norm_topk_prob=norm_topk_prob,
         scaling=scaling,
     )
+    return run_experts(x, weights, experts, gate_up.__getitem__, down.__getitem__)
+
+
+def run_experts(
+    x: np.ndarray, weights: np.ndarray, experts: np.ndarray, gate_up: Matrices, down: Matrices
+) -> np.ndarray:
+    """The routed experts' weighted sum [N, d], given what `route` gives."""
     out = np.zeros(x.shape, np.float64)
     for e in np.unique(experts):
         token, rank = np.nonzero(experts == e)
-        gate, up = np.split(x[token].astype(np.float64) @ gate_up[e].T.astype(np.float64), 2, axis=1)
+        gate, up = np.split(x[token].astype(np.float64) @ gate_up(e).T.astype(np.float64), 2, axis=1)
         hidden = gate * _sigmoid(gate) * up
-        out[token] += weights[token, rank, None] * (hidden @ down[e].T.astype(np.float64))
+        out[token] += weights[token, rank, None] * (hidden @ down(e).T.astype(np.float64))
     return out.astype(x.dtype)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
+
+Matrices = Callable[[int], Tensor]
+"""Expert -> its weight [out, in], of any float type."""
 
 
 def moe(
@@ -33,6 +36,12 @@ def moe(
         norm_topk_prob=norm_topk_prob,
         scaling=scaling,
     )
+    return run_experts(x, weights, experts, gate_up.__getitem__, down.__getitem__)
+
+
+def run_experts(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Matrices, down: Matrices) -> Tensor:
+    """The routed experts' weighted sum [N, d], given what `route` gives. Asks for the matrices of chosen experts only."""
+    top_k = experts.shape[1]
     rows = x.to(weights.dtype)
     order = None
     if len(x) == 1:  # its experts are distinct: nothing to sort
@@ -51,12 +60,10 @@ def moe(
     return torch.bmm(weights[:, None], outputs.view(*experts.shape, -1)).squeeze(1).to(x.dtype)
 
 
-def _by_expert(rows: Tensor, weights: Tensor, experts: Sequence[int], loads: Sequence[int]) -> Tensor:
-    """The first loads[0] rows through the first expert's weight of [E, out, in], and so on."""
-    out = rows.new_empty(len(rows), weights.shape[1])
-    for expert, x, y in zip(experts, rows.split_with_sizes(loads), out.split_with_sizes(loads), strict=True):
-        torch.mm(x, weights[expert].to(x.dtype).t(), out=y)
-    return out
+def _by_expert(rows: Tensor, matrices: Matrices, experts: Sequence[int], loads: Sequence[int]) -> Tensor:
+    """The first loads[0] rows through the first expert's matrix, and so on."""
+    parts = zip(experts, rows.split_with_sizes(loads), strict=True)
+    return torch.cat([torch.mm(x, matrices(expert).to(x.dtype).t()) for expert, x in parts])
 
 
 def route(

@@ -1,0 +1,131 @@
+"""moe_int4 beyond agreement with the reference: compressed-tensors as oracle, the ways a GPU takes, what is read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+
+from draftwood.kernels.case import CaseError, Mismatch, make_case
+from draftwood.kernels.moe.torch_impl import moe, route
+from draftwood.kernels.moe_int4 import cases, ref, torch_impl
+from draftwood.kernels.run_case import run, to_numpy, torch_inputs
+
+
+def case(**axes):
+    narrow = {"N": 24, "E": 16, "top_k": 4, "d": 96, "I": 64, "dtype": "float32"}
+    return make_case("moe_int4", cases.DEFAULTS, **{**narrow, **axes})
+
+
+def routing(inputs):
+    return {k: inputs[k] for k in ("top_k", "n_group", "topk_group", "norm_topk_prob", "scaling")}
+
+
+def test_the_layout_is_that_of_compressed_tensors():
+    values = torch.randint(-8, 8, (5, 7, 96), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    packed = pack_to_int32(values, 4)
+    scale = torch.rand(5, 7, 3, generator=torch.Generator().manual_seed(1)).bfloat16()
+    want = values.double() * scale.double().repeat_interleave(32, -1)
+    np.testing.assert_array_equal(ref.dequantise(packed.numpy(), scale.float().numpy()), want.numpy())
+    for dtype in (torch.float64, torch.float32):
+        assert torch.equal(torch_impl.dequantise(packed, scale, dtype).double(), want)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(torch_impl.dequantise(packed, scale, dtype), want.to(dtype))
+    wide = scale.float() * (1 + 2**-14)
+    assert torch.equal(
+        torch_impl.dequantise(packed, wide, torch.bfloat16),
+        (values * wide.repeat_interleave(32, -1)).bfloat16(),
+    )
+    words = torch.from_numpy(cases.make(case())["down_packed"])
+    again = [unpack_from_int32(w, 4, torch.Size((96, 64))) for w in words]
+    assert torch.equal(
+        torch_impl.dequantise(words, torch.ones(16, 96, 2), torch.float32), torch.stack(again).float()
+    )
+
+
+@pytest.mark.parametrize("dtype", cases.TOLERANCE)
+def test_as_moe_on_unpacked_experts(dtype):
+    c = case(dtype=dtype)
+    tensors = torch_inputs(c, cases.make(c), "cpu")
+    unpacked = [
+        torch_impl.dequantise(tensors[f"{name}_packed"], tensors[f"{name}_scale"], torch.float64)
+        for name in ("gate_up", "down")
+    ]
+    want = moe(tensors["x"], tensors["router"], tensors["bias"], *unpacked, **routing(tensors))
+    torch.testing.assert_close(torch_impl.moe_int4(**tensors), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", [torch_impl.pair_by_pair, torch_impl.all_experts])
+@pytest.mark.parametrize("dtype", cases.TOLERANCE)
+def test_ways_that_do_not_wait(way, dtype, monkeypatch):
+    monkeypatch.setattr(torch_impl, "_AT_ONCE", 3 * 2 * 64 * 96)  # three pairs at a time
+    for N in (1, 24):
+        c = case(N=N, dtype=dtype)
+        inputs = cases.make(c)
+        t = torch_inputs(c, inputs, "cpu")
+        chosen = route(t["x"], t["router"], t["bias"], **routing(t))
+        quantised = [t[f"{name}_{part}"] for name in ("gate_up", "down") for part in ("packed", "scale")]
+        cases.compare(c, to_numpy(way(t["x"], *chosen, *quantised)), ref.moe_int4(**inputs))
+        t["x"][N // 2] = torch.nan
+        spoilt = way(t["x"], *chosen, *quantised).isnan()
+        assert spoilt.any(1).nonzero().flatten().tolist() == [N // 2]
+
+
+def test_only_chosen_experts_are_read():
+    c = case(N=2, top_k=2)
+    inputs = cases.make(c)
+    out = run(c, inputs, "torch")
+    _, experts = route(*(torch.from_numpy(inputs[k]) for k in ("x", "router", "bias")), top_k=2)
+    idle = np.setdiff1d(np.arange(16), experts)
+    inputs["gate_up_scale"][idle], inputs["down_scale"][idle] = np.nan, np.inf
+    np.testing.assert_array_equal(run(c, inputs, "torch"), out)
+
+
+def test_scales_wider_than_the_activations():
+    c = case(dtype="bfloat16")
+    inputs = cases.make(c)
+    tensors = torch_inputs(c, inputs, "cpu")
+    for name in ("gate_up_scale", "down_scale"):
+        inputs[name] = inputs[name] * np.float32(1.001)
+        tensors[name] = torch.from_numpy(inputs[name])
+    cases.compare(c, to_numpy(torch_impl.moe_int4(**tensors)), ref.moe_int4(**inputs))
+
+
+@pytest.mark.parametrize("mistake", ["nibbles swapped", "unsigned", "scales of other groups"])
+@pytest.mark.parametrize("dtype", cases.TOLERANCE)
+def test_tolerances_catch_mistakes(mistake, dtype):
+    c = case(dtype=dtype)
+    inputs = cases.make(c)
+    want = run(c, inputs, "ref")
+    words = inputs["gate_up_packed"]
+    wrong = {
+        "nibbles swapped": {"gate_up_packed": (words & 0x0F0F0F0F) << 4 | (words >> 4) & 0x0F0F0F0F},
+        "unsigned": {"gate_up_packed": words ^ np.int32(-0x77777778)},
+        "scales of other groups": {"down_scale": np.roll(inputs["down_scale"], 1, -1)},
+    }[mistake]
+    with pytest.raises(Mismatch):
+        cases.compare(c, run(c, {**inputs, **wrong}, "torch"), want)
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "message"),
+    [
+        ("gate_up_packed", lambda a: a[0], "`gate_up_packed`: expected three axes"),
+        ("gate_up_packed", lambda a: a[..., 1:], "`gate_up_scale`: expected"),
+        ("down_scale", lambda a: a[..., 1:], r"`down_scale`: expected \(16, 96, 2\)"),
+        ("bias", lambda a: a[1:], "`bias`: expected"),
+        ("x", lambda a: a[:, :32], "`router`: expected"),
+    ],
+)
+def test_check_names_the_input(field, change, message):
+    inputs = cases.make(case())
+    cases.check(case(), inputs)
+    with pytest.raises(CaseError, match=message):
+        cases.check(case(), {**inputs, field: change(inputs[field])})
+
+
+def test_work_model_counts_words_and_scales():
+    c = make_case("moe_int4", cases.DEFAULTS, N=1)
+    numbers = 8 * 3 * 7168 * 256
+    assert cases.bytes_moved(c) == numbers // 2 + 2 * (numbers // 32 + 2 * 7168 + 384 * 7168) + 4 * 384
