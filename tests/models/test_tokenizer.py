@@ -103,9 +103,6 @@ def test_negative_ids_are_refused():
 def test_folders_that_cannot_be_used(tmp_path):
     with pytest.raises(ModelError, match=r"tokenizer\.json: no such file"):
         Tokenizer.from_folder(tmp_path)
-    (tmp_path / "tiktoken.model").touch()
-    with pytest.raises(ModelError, match=r"only tiktoken\.model, which is not supported"):
-        Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps({"decoder": {"type": "Metaspace"}}))
     with pytest.raises(ModelError, match="decoder is Metaspace; only ByteLevel"):
         Tokenizer.from_folder(tmp_path)

@@ -1,73 +1,86 @@
-"""Text to token ids and back: byte-level BPE from `tokenizer.json`, decoded byte by byte.
+"""Text to token ids and back, whatever the folder's kind of tokenizer; decoded byte by byte.
 
-Knows nothing of chat layouts or stop strings.
+What all kinds share. Their files are read in `byte_level.py` and `kimi.py`. Knows nothing of chat layouts or stop strings.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
-from functools import cache
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
-
-import tokenizers
 
 from draftwood.models.errors import ModelError
 from draftwood.models.json_config import read_json
 
-FILE, TIKTOKEN_FILE = "tokenizer.json", "tiktoken.model"
+CONFIG_FILE, BYTE_LEVEL_FILE, KIMI_FILE = "tokenizer_config.json", "tokenizer.json", "tiktoken.model"
 
 
-class Tokenizer:
-    """A folder's tokenizer. Text given by users never turns into special tokens; `token_id` names those."""
+class Tokenizer(ABC):
+    """A folder's tokenizer. Text given by users never turns into special tokens; `token_id` names those.
 
-    def __init__(self, library: tokenizers.Tokenizer, bos_token_id: int | None) -> None:
-        self._library, self._bos = library, bos_token_id
-        self._library.encode_special_tokens = True  # "special tokens are encoded" as plain text
-        self._library.no_truncation()
-        self._library.no_padding()
-        added, vocab = library.get_added_tokens_decoder(), library.get_vocab(with_added_tokens=True)
-        self._special = {i for i, token in added.items() if token.special}
-        self._bytes = [b""] * (1 + max(vocab.values()))
-        for text, i in vocab.items():
-            self._bytes[i] = added[i].content.encode() if i in added else _token_bytes(text)
+    Args:
+        token_bytes: the bytes of every id, names of special tokens included.
+        special: ids that have no text of their own.
+        control: name -> id of every token that `encode` finds in no text, however it is spelt.
+        bos_token_id: what `encode(..., bos=True)` puts first.
+    """
 
-    @classmethod
-    def from_folder(cls, path: str | Path) -> Self:
-        """Raises `ModelError` if there is no `tokenizer.json` or it is not a byte-level one."""
-        file = Path(path) / FILE
-        if not file.exists() and file.with_name(TIKTOKEN_FILE).exists():
-            raise ModelError(f"{path}: has only {TIKTOKEN_FILE}, which is not supported; expected {FILE}")
-        decoder = (read_json(file).get("decoder") or {}).get("type")
-        if decoder != "ByteLevel":
-            raise ModelError(f"{file}: decoder is {decoder}; only ByteLevel is supported")
-        try:
-            library = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as e:  # the library raises nothing narrower
-            raise ModelError(f"{file}: not a tokenizer: {e}") from e
-        return cls(library, _bos_token_id(Path(path), library))
+    def __init__(
+        self,
+        token_bytes: Sequence[bytes],
+        special: Collection[int],
+        control: Mapping[str, int],
+        bos_token_id: int | None,
+    ) -> None:
+        self._bytes, self._special, self._bos = token_bytes, frozenset(special), bos_token_id
+        self.control_tokens = dict(control)
+
+    @staticmethod
+    def from_folder(path: str | Path) -> Tokenizer:
+        """The tokenizer in a model folder: Kimi's `tiktoken.model`, or else a byte-level `tokenizer.json`.
+
+        Raises `ModelError` if there is neither, or the file is not what its name says.
+        """
+        if (Path(path) / KIMI_FILE).exists():
+            from draftwood.models.kimi import KimiTokenizer
+
+            return KimiTokenizer.from_folder(path)
+        from draftwood.models.byte_level import ByteLevelTokenizer
+
+        return ByteLevelTokenizer.from_folder(path)
 
     @property
     def vocab_size(self) -> int:
         """One more than the largest id; a model's vocabulary may be larger, padded."""
         return len(self._bytes)
 
+    @abstractmethod
     def token_id(self, token: str) -> int:
         """The id of a token given by its exact name, special ones included. Raises `KeyError`."""
-        found = self._library.token_to_id(token)
-        if found is None:
-            raise KeyError(token)
-        return int(found)
+
+    @abstractmethod
+    def _encode(self, parts: Sequence[str | int]) -> list[int]:
+        """Ids of texts with control tokens between them; no two texts are neighbours."""
 
     def encode(self, text: str, *, bos: bool = False) -> list[int]:
         """Token ids of plain text. `bos` puts the beginning-of-sequence token first, if the folder names one."""
-        ids: list[int] = self._library.encode(text, add_special_tokens=False).ids
+        ids = self._encode([text])
         if not bos:
             return ids
         if self._bos is None:
             raise ValueError("this tokenizer has no bos token")
         return [self._bos, *ids]
+
+    def encode_parts(self, parts: Iterable[str | int]) -> list[int]:
+        """Token ids of plain texts with control tokens, given by id, between them; neighbouring texts are one."""
+        merged: list[str | int] = []
+        for part in parts:
+            if isinstance(part, str) and merged and isinstance(merged[-1], str):
+                merged[-1] += part
+            elif part != "":
+                merged.append(part)
+        return self._encode(merged)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """Text of token ids; invalid UTF-8 becomes U+FFFD, special tokens become nothing unless asked for."""
@@ -101,28 +114,20 @@ class StreamDecoder:
         return text
 
 
-@cache
-def _byte_of() -> dict[str, int]:
-    """Byte-level BPE's printable stand-in for each byte (GPT-2): itself if printable, else from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
-
-
-def _token_bytes(text: str) -> bytes:
-    table = _byte_of()
-    return bytes(table[c] for c in text) if all(c in table for c in text) else text.encode()
-
-
-def _bos_token_id(folder: Path, library: tokenizers.Tokenizer) -> int | None:
-    """The id of `bos_token` in tokenizer_config.json: null, a string, or an object with `content`."""
-    file = folder / "tokenizer_config.json"
-    token = read_json(file).get("bos_token") if file.exists() else None
+def named_token(folder: Path, key: str) -> str | None:
+    """The token that a key of tokenizer_config.json names: null, a string, or an object with `content`."""
+    file = folder / CONFIG_FILE
+    token = read_json(file).get(key) if file.exists() else None
     if isinstance(token, dict):
         token = token.get("content")
-    if token is None:
-        return None
-    found = library.token_to_id(token)
-    if found is None:
-        raise ModelError(f"{file}: key `bos_token`: `{token}` is not in {FILE}")
-    return int(found)
+    if token is not None and not isinstance(token, str):
+        raise ModelError(f"{file}: key `{key}`: expected the name of a token, got {token!r}")
+    return token
+
+
+def bos_token_id(folder: Path, ids: Mapping[str, int], tokens_file: str) -> int | None:
+    """The id of the folder's `bos_token`, None if it names none. Raises `ModelError` if there is no such token."""
+    token = named_token(folder, "bos_token")
+    if token is not None and token not in ids:
+        raise ModelError(f"{folder / CONFIG_FILE}: key `bos_token`: `{token}` is not in {tokens_file}")
+    return None if token is None else ids[token]
