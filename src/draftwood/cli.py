@@ -1,4 +1,4 @@
-"""The command line: `draftwood generate`, `doctor`, `bench` and `train`.
+"""The command line: `draftwood generate`, `chat`, `doctor`, `bench` and `train`.
 
 Text goes to stdout; progress, summaries and errors go to stderr. A wrong argument or an unsound model folder
 exits with 2, a difference found by `--compare` with 1.
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftwood.bench.cli import app as bench_app
+from draftwood.chat.cli import chat
 from draftwood.config import MAX_SLOTS, Mode
 from draftwood.training.cli import app as train_app
 
@@ -190,6 +191,9 @@ def _errors_named() -> Iterator[None]:
     except (ValueError, OSError, KernelUnavailableError, OutOfPagesError) as e:
         stderr.print(f"error: {e}", style="red", markup=False)
         raise typer.Exit(2) from e
+
+
+app.command()(_errors_named()(chat))
 
 
 def _budget(text: str) -> int | str:

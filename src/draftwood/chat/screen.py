@@ -1,0 +1,202 @@
+"""Where a chat is read from and written to: a terminal, or a pipe. Knows nothing of models or commands."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Protocol, Self
+
+from draftwood.chat.layout import Piece
+
+HISTORY_LINES = 2000
+
+# Control characters, all but tab and newline, are shown and not obeyed: a model must not drive the terminal.
+_SHOWN = {c: 0x2400 + c for c in range(0x20) if c not in (0x09, 0x0A)} | {0x7F: 0x2421}
+_SHOWN |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+class Screen(Protocol):
+    """What the dialogue needs of its surroundings."""
+
+    interactive: bool
+    """Whether somebody sits there: then an error is shown and the dialogue goes on."""
+
+    def ask(self, prompt: str) -> str:
+        """One line of input. Raises EOFError at the end of all input, KeyboardInterrupt on Ctrl-C."""
+        ...
+
+    def say(self, text: str) -> None:
+        """A remark of the program's own."""
+        ...
+
+    def reply(self, pieces: Iterator[Piece], *, continued: str, reasoning: bool) -> None:
+        """Show a reply as it comes.
+
+        Args:
+            pieces: the reply.
+            continued: text that the reply goes on from, or nothing.
+            reasoning: whether to show the pieces that are reasoning.
+        """
+        ...
+
+
+class Pipe:
+    """Input line by line from stdin, replies to stdout, remarks to stderr."""
+
+    interactive = False
+
+    def ask(self, prompt: str) -> str:
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.removesuffix("\n")
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+    def reply(self, pieces: Iterator[Piece], *, continued: str, reasoning: bool) -> None:
+        kind = None
+        for piece in pieces:
+            if piece.kind == "reasoning" and not reasoning:
+                continue
+            if kind not in (None, piece.kind):
+                sys.stdout.write("\n\n")
+            kind = piece.kind
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+class Terminal:
+    """A person at a terminal: line editing, dimmed remarks, reasoning dimmed or folded."""
+
+    interactive = True
+
+    def __init__(self, *, colours: bool) -> None:
+        self._colours = colours
+        self._at_start = True  # of a line
+
+    def ask(self, prompt: str) -> str:
+        try:
+            return input(prompt)
+        except (EOFError, KeyboardInterrupt):
+            self._write("\n")
+            raise
+
+    def say(self, text: str) -> None:
+        self._write(text + "\n", dim=True)
+
+    def reply(self, pieces: Iterator[Piece], *, continued: str, reasoning: bool) -> None:
+        self._write(continued, dim=True)
+        kind, folded_at = None, 0.0
+        try:
+            for piece in pieces:
+                folded = piece.kind == "reasoning" and not reasoning
+                if piece.kind != kind and folded:
+                    folded_at = time.monotonic()
+                    self._write("thinking …", dim=True)
+                elif piece.kind != kind and kind is not None:
+                    self._next_part(folded_at)
+                    folded_at = 0.0
+                text = piece.text if kind in (None, piece.kind) else piece.text.lstrip("\n")
+                kind = piece.kind
+                if not folded:
+                    self._write(text, dim=kind != "content")
+        finally:
+            if not self._at_start:
+                self._write("\n")
+
+    def _next_part(self, folded_at: float) -> None:
+        """Part reasoning from what comes after it."""
+        if folded_at:
+            if self._colours:
+                sys.stdout.write("\r\x1b[K")
+            seconds = time.monotonic() - folded_at
+            self._write(f"thought for {seconds:.1f} s, `/think show` shows it\n", dim=True)
+        elif not self._at_start:
+            self._write("\n")
+        self._write("\n")
+
+    def _write(self, text: str, *, dim: bool = False) -> None:
+        if not text:
+            return
+        self._at_start = text.endswith("\n")
+        shown = text.translate(_SHOWN)
+        sys.stdout.write(f"\x1b[2m{shown}\x1b[0m" if dim and self._colours else shown)
+        sys.stdout.flush()
+
+
+def wants_colours() -> bool:
+    """Whether the terminal on stdout can dim text, and its owner does not mind."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def history_file() -> Path:
+    """Where input lines are kept: in the user's state folder."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "draftwood" / "chat_history"
+
+
+@contextmanager
+def line_history(path: Path, warn: Callable[[str], None]) -> Iterator[None]:
+    """Arrow keys recall earlier lines, of earlier chats too; new ones are added to the file at the end.
+
+    A file that cannot be used is a warning: the chat goes on with a history of its own.
+    """
+    if importlib.util.find_spec("readline") is None:
+        warn("this Python has no readline: no line editing and no history")
+        yield
+        return
+    import readline
+
+    readline.set_history_length(HISTORY_LINES)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        readline.read_history_file(path)
+    except OSError as e:
+        warn(f"no history from earlier chats: {e}")
+    known = readline.get_current_history_length()
+    try:
+        yield
+    finally:
+        try:
+            readline.append_history_file(readline.get_current_history_length() - known, path)
+        except OSError as e:
+            warn(f"history not saved: {e}")
+
+
+class Interrupt:
+    """While entered, Ctrl-C asks the reply to stop once the model's pass under way has ended; the third one leaves.
+
+    An exception in the midst of a pass could leave pages or ranks of the engine in disorder, so there is none before.
+    """
+
+    def __init__(self) -> None:
+        self._presses = 0
+
+    def __call__(self) -> bool:
+        """Whether a stop was asked for."""
+        return self._presses > 0
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGINT, self._pressed)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _pressed(self, signum: int, frame: FrameType | None) -> None:
+        self._presses += 1
+        if self._presses == 2:
+            os.write(2, b"\nstopping after this pass of the model; Ctrl-C once more leaves\n")
+        elif self._presses > 2:
+            raise KeyboardInterrupt
