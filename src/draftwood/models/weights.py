@@ -8,6 +8,7 @@ a `ModelError` naming it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +29,15 @@ Rename = Callable[[str], str | None]
 
 Progress = Callable[[int, int], None]
 """Called with (tensors read, tensors in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says about a tensor, without the tensor."""
+
+    where: str  # file and name, as messages begin
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class Weights:
@@ -87,6 +97,15 @@ class Weights:
             self.progress(self._total - len(self._unused), self._total)
         return tensor.to(device=self.device, dtype=dtype or self.dtype).contiguous()
 
+    def headers(self) -> dict[str, Header]:
+        """Own name -> header of every tensor; none is read."""
+        found = {}
+        for own, (file, stored) in self._where.items():
+            header = self._shards[file].get_slice(stored)
+            where = f"{self.folder / file}: tensor `{stored}`"
+            found[own] = Header(where, header.get_dtype(), tuple(header.get_shape()))
+        return found
+
     def finish(self) -> None:
         """Raise `ModelError` if a tensor was left over: it would have changed the maths."""
         if self._unused:
@@ -101,9 +120,7 @@ class Weights:
             if not (self.folder / SINGLE).exists():
                 raise ModelError(f"{self.folder}: holds neither {SINGLE} nor {INDEX}")
             return dict.fromkeys(self._open(SINGLE), SINGLE)
-        index = read_json(self.folder / INDEX).get("weight_map")
-        if not isinstance(index, dict) or not all(isinstance(s, str) for s in index.values()):
-            raise ModelError(f"{self.folder / INDEX}: key `weight_map` must map tensor names to file names")
+        index = read_index(self.folder)
         held = {(name, shard) for shard in sorted(set(index.values())) for name in self._open(shard)}
         for name, shard in index.items():
             if (name, shard) not in held:
@@ -122,6 +139,14 @@ class Weights:
         except SafetensorError as e:
             raise ModelError(f"{self.folder / shard}: truncated, or not a safetensors file: {e}") from e
         return list(self._shards[shard].keys())
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, as the folder's index says."""
+    index = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(s, str) for s in index.values()):
+        raise ModelError(f"{folder / INDEX}: key `weight_map` must map tensor names to file names")
+    return index
 
 
 class Take:
