@@ -7,8 +7,10 @@ a `ModelError` naming it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,13 +24,16 @@ from draftwood.models.shard import WHOLE, Shard
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
+SIZES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I32": 4, "I64": 8}
+"""Bytes per number of the types that some tensor may have, by safetensors' names."""
+
 DTYPES = {"BF16", "F16", "F32", "F64"}
 
 Rename = Callable[[str], str | None]
 """Name in the file -> the model's own name, or None for a tensor that is not needed."""
 
 Progress = Callable[[int, int], None]
-"""Called with (tensors read, tensors in all)."""
+"""Called with (bytes of the tensors read, bytes in all). A slice counts as its tensor: other ranks read the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,11 @@ class Header:
     where: str  # file and name, as messages begin
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """0 for a type that no tensor may have."""
+        return SIZES.get(self.dtype, 0) * prod(self.shape)
 
 
 class Weights:
@@ -54,7 +64,7 @@ class Weights:
     ) -> None:
         self.folder, self.dtype, self.device, self.progress = folder, dtype, device, progress
         self.shard = shard
-        self._shards: dict[str, Any] = {}
+        self._files: dict[str, Any] = {}  # open ones
         self._where: dict[str, tuple[str, str]] = {}  # own name -> (file, name in it)
         for name, file in self._inventory().items():
             own = rename(name)
@@ -63,48 +73,62 @@ class Weights:
             if own in self._where:
                 raise ModelError(f"{folder}: tensors `{self._where[own][1]}` and `{name}` both mean `{own}`")
             self._where[own] = (file, name)
-        self._total, self._unused = len(self._where), set(self._where)
+        self._unused = set(self._where)
+        self._left = Counter(file for file, _ in self._where.values())  # unused tensors per file
+        self._read, self._total = 0, 0
+        if progress is not None:
+            self._total = sum(header.nbytes for header in self.headers().values())
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
     def take(
-        self, name: str, *shape: int, dtype: torch.dtype | None = None, part: tuple[slice, ...] = ()
+        self,
+        name: str,
+        *shape: int,
+        dtype: torch.dtype | None = None,
+        part: tuple[slice, ...] = (),
+        stored: Collection[str] = DTYPES,
     ) -> Tensor:
         """Tensor `name`, which must have this shape, on the device in `dtype` (default: the model's).
 
-        With `part`, one slice per leading axis, only that part of it, and no other bytes are read.
+        With `part`, one slice per leading axis, only that part of it, and no other bytes are read. The file must have
+        it in one of the types `stored`.
         """
-        if name not in self._where:
-            raise ModelError(f"{self.folder}: tensor `{name}` {list(shape)} is missing")
-        file, stored = self._where[name]
+        header = self.header(name, *shape)
+        file, key = self._where[name]
+        if header.shape != shape:
+            raise ModelError(f"{header.where} has shape {list(header.shape)}, expected {list(shape)}")
+        if header.dtype not in stored:
+            expected = f"{'one of ' if len(stored) > 1 else ''}{', '.join(sorted(stored))}"
+            raise ModelError(f"{header.where} is {header.dtype}, expected {expected}")
         try:
-            header = self._shards[file].get_slice(stored)
-            if tuple(header.get_shape()) != shape:
-                raise ModelError(
-                    f"{self.folder / file}: tensor `{stored}` has shape {header.get_shape()}, expected {list(shape)}"
-                )
-            if header.get_dtype() not in DTYPES:
-                raise ModelError(
-                    f"{self.folder / file}: tensor `{stored}` is {header.get_dtype()}, "
-                    f"expected one of {', '.join(sorted(DTYPES))}"
-                )
-            tensor: Tensor = header[part] if part else self._shards[file].get_tensor(stored)
+            view: Tensor = self._file(file).get_slice(key)[part] if part else self._file(file).get_tensor(key)
         except SafetensorError as e:
-            raise ModelError(f"{self.folder / file}: tensor `{stored}` cannot be read: {e}") from e
-        self._unused.discard(name)
+            raise ModelError(f"{header.where} cannot be read: {e}") from e
+        tensor = view.to(device=self.device, dtype=dtype or self.dtype).contiguous()
+        if name in self._unused:
+            self._unused.discard(name)
+            self._left[file] -= 1
+            self._read += header.nbytes
+        if not self._left[file]:
+            del self._files[file]  # its pages need not stay mapped
         if self.progress is not None:
-            self.progress(self._total - len(self._unused), self._total)
-        return tensor.to(device=self.device, dtype=dtype or self.dtype).contiguous()
+            self.progress(self._read, self._total)
+        return tensor
+
+    def header(self, name: str, *shape: int) -> Header:
+        """What the file says about a tensor; without it, the error names the shape it should have."""
+        if name not in self._where:
+            raise ModelError(f"{self.folder}: tensor `{name}`{f' {list(shape)}' if shape else ''} is missing")
+        file, key = self._where[name]
+        header = self._file(file).get_slice(key)
+        where = f"{self.folder / file}: tensor `{key}`"
+        return Header(where, header.get_dtype(), tuple(header.get_shape()))
 
     def headers(self) -> dict[str, Header]:
         """Own name -> header of every tensor; none is read."""
-        found = {}
-        for own, (file, stored) in self._where.items():
-            header = self._shards[file].get_slice(stored)
-            where = f"{self.folder / file}: tensor `{stored}`"
-            found[own] = Header(where, header.get_dtype(), tuple(header.get_shape()))
-        return found
+        return {name: self.header(name) for name in self._where}
 
     def finish(self) -> None:
         """Raise `ModelError` if a tensor was left over: it would have changed the maths."""
@@ -129,16 +153,21 @@ class Weights:
             raise ModelError(f"{self.folder / shard}: tensor `{name}` is there, but {INDEX} does not name it")
         return index
 
-    def _open(self, shard: str) -> list[str]:
-        if Path(shard).name != shard:
-            raise ModelError(f"{self.folder / INDEX}: file name `{shard}` must not hold a path")
-        try:
-            self._shards[shard] = safe_open(str(self.folder / shard), framework="pt")
-        except FileNotFoundError:
-            raise ModelError(f"{self.folder / shard}: no such file, but {INDEX} names it") from None
-        except SafetensorError as e:
-            raise ModelError(f"{self.folder / shard}: truncated, or not a safetensors file: {e}") from e
-        return list(self._shards[shard].keys())
+    def _open(self, file: str) -> list[str]:
+        if Path(file).name != file:
+            raise ModelError(f"{self.folder / INDEX}: file name `{file}` must not hold a path")
+        return list(self._file(file).keys())
+
+    def _file(self, file: str) -> Any:
+        """The open file; opened again if it was done with."""
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(str(self.folder / file), framework="pt")
+            except FileNotFoundError:
+                raise ModelError(f"{self.folder / file}: no such file, but {INDEX} names it") from None
+            except SafetensorError as e:
+                raise ModelError(f"{self.folder / file}: truncated, or not a safetensors file: {e}") from e
+        return self._files[file]
 
 
 def read_index(folder: Path) -> dict[str, str]:
@@ -153,7 +182,8 @@ class Take:
     """`Weights.take` below a name prefix, so that a module names its own tensors only.
 
     A call gives the whole tensor; `rows`, `columns` and `vocabulary` give this rank's slice. Shapes are always those of
-    the whole tensor, as the file has it. What cannot be split evenly is a `ModelError` naming the tensor.
+    the whole tensor, as the file has it; options are those of `Weights.take`. What cannot be split evenly is a
+    `ModelError` naming the tensor.
     """
 
     def __init__(self, weights: Weights, prefix: str = "") -> None:
@@ -167,28 +197,29 @@ class Take:
         """Whether the files hold it: for tensors that only some exports have."""
         return self._prefix + name in self._weights
 
-    def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return self._weights.take(self._prefix + name, *shape, dtype=dtype)
+    def __call__(self, name: str, *shape: int, **options: Any) -> Tensor:
+        return self._weights.take(self._prefix + name, *shape, **options)
 
-    def rows(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def rows(self, name: str, *shape: int, **options: Any) -> Tensor:
         """This rank's equal share of the first axis."""
         part = slice(*self.shard.bounds(shape[0], what=f"rows of tensor `{self._prefix}{name}`"))
-        return self._weights.take(self._prefix + name, *shape, dtype=dtype, part=(part,))
+        return self(name, *shape, part=(part,), **options)
 
-    def columns(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def columns(self, name: str, *shape: int, **options: Any) -> Tensor:
         """This rank's equal share of the last axis."""
         part = slice(*self.shard.bounds(shape[-1], what=f"columns of tensor `{self._prefix}{name}`"))
-        whole = (slice(None),) * (len(shape) - 1)
-        return self._weights.take(self._prefix + name, *shape, dtype=dtype, part=(*whole, part))
+        return self(name, *shape, part=(*(slice(None),) * (len(shape) - 1), part), **options)
 
-    def vocabulary(self, name: str, V: int, d: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    def vocabulary(self, name: str, V: int, d: int, **options: Any) -> Tensor:
         """This rank's rows of a matrix with one row per token, see `Shard.uneven`."""
-        part = slice(*self.shard.uneven(V))
-        return self._weights.take(self._prefix + name, V, d, dtype=dtype, part=(part,))
+        return self(name, V, d, part=(slice(*self.shard.uneven(V)),), **options)
 
-    def empty(self, *shape: int) -> Tensor:
+    def header(self, name: str) -> Header:
+        return self._weights.header(self._prefix + name)
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory where the tensors go, to stack several into one."""
-        return torch.empty(shape, dtype=self._weights.dtype, device=self._weights.device)
+        return torch.empty(shape, dtype=dtype or self._weights.dtype, device=self._weights.device)
 
     def under(self, prefix: str) -> Self:
         return type(self)(self._weights, f"{self._prefix}{prefix}.")
