@@ -85,15 +85,7 @@ class LLM:
         self.device = _device(device)
         self.dtype = _dtype(dtype, self.device)
         self.kernels = load_kernels(self.device, kernels)
-        folder = resolve(model)
-        self.tokenizer = Tokenizer.from_folder(folder)
-        self.target = Target.from_folder(
-            folder,
-            dtype=self.dtype,
-            device=self.device,
-            kernels=self.kernels,
-            inner_norm_eps=inner_norm_eps,
-        )
+        self.tokenizer, self.target = self._load_target(model, inner_norm_eps)
         pack(self.target)
         self.choices = self.target.config.choices
         self.max_context = self._max_context()
@@ -246,6 +238,16 @@ class LLM:
         ]
         return BudgetController(CostTable(runner.time_target, sizes), drafts)
 
+    def _load_target(self, model: str | Path, inner_norm_eps: InnerNormEps) -> tuple[Tokenizer, Target]:
+        folder = resolve(model)
+        return Tokenizer.from_folder(folder), Target.from_folder(
+            folder,
+            dtype=self.dtype,
+            device=self.device,
+            kernels=self.kernels,
+            inner_norm_eps=inner_norm_eps,
+        )
+
     def _load_drafter(self, folder: Path, yarn_rule: YarnRule | None) -> Drafting:
         drafter = Drafter.from_folder(
             folder,
@@ -255,8 +257,11 @@ class LLM:
             kernels=self.kernels,
             yarn_rule=yarn_rule,
         )
-        pack(drafter)
         self.choices |= drafter.config.choices(yarn_rule)
+        return self._drafting_of(drafter, ScoreRule.from_folder(folder))
+
+    def _drafting_of(self, drafter: Drafter, rule: ScoreRule) -> Drafting:
+        pack(drafter)
         context = DraftContext.allocate(
             drafter.config.num_hidden_layers,
             self.allocator.n_pages,
@@ -266,7 +271,6 @@ class LLM:
             dtype=self.dtype,
             device=self.device,
         )
-        rule = ScoreRule.from_folder(folder)
         return DFlashDrafting(drafter, self.target, context, self.kernels.commit_kv, rule)
 
     def _max_context(self) -> int:
