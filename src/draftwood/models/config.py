@@ -5,6 +5,7 @@ DeepSeek-V3 and Kimi K2 (`deepseek_v3`, `kimi_k2`), plain or inside the `kimi_k2
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -12,7 +13,9 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from draftwood.models.errors import ModelError
 from draftwood.models.json_config import LIBRARY_KEYS, FolderConfig, Values, parse, read_json, select
+from draftwood.models.quantization import KEY, Int4Groups, read_quantization
 from draftwood.models.rope import Rope, take_rope
+from draftwood.models.shard import Shard
 
 InnerNormEps = float | Literal["reference", "config"]
 """Epsilon of the two norms inside the attention. The HF code builds them with its class default, whatever
@@ -87,6 +90,7 @@ class TargetConfig(FolderConfig):
     num_nextn_predict_layers: NonNegativeInt = 0  # MTP layers, not loaded: DFlash drafts instead
     bos_token_id: NonNegativeInt | None = None
     eos_token_ids: tuple[NonNegativeInt, ...] = ()
+    quantization: Int4Groups | None = None  # of the routed experts, and of nothing else
 
     @classmethod
     def from_folder(cls, path: str | Path, *, inner_norm_eps: InnerNormEps = "reference") -> Self:
@@ -95,18 +99,18 @@ class TargetConfig(FolderConfig):
         top = read_json(file)
         wrapped = top.get("model_type") == "kimi_k25"
         values = _unwrap(top, file) if wrapped else top
-        _refuse_quantised(values, file)
+        quantization = read_quantization(values, file)
         eos = _token_ids(top, file) + _token_ids(values, file)
         generation = Path(path) / "generation_config.json"
         if generation.exists():
             eos += _token_ids(read_json(generation), generation)
         if values.get("vocab_size") == KIMI_VOCAB_SIZE:
             eos += KIMI_EOS
-        values = select(values, file, fixed=_FIXED, ignored=_IGNORED | {"eos_token_id"})
+        values = select(values, file, fixed=_FIXED, ignored=_IGNORED | {"eos_token_id", KEY})
         rope, values = take_rope(values, file)
         if "num_mtp_layers" in values:
             values.setdefault("num_nextn_predict_layers", values.pop("num_mtp_layers"))
-        for reserved in ("rope", "wrapped", "inner_norm_eps", "eos_token_ids"):
+        for reserved in ("rope", "wrapped", "inner_norm_eps", "eos_token_ids", "quantization"):
             if reserved in values:
                 raise ModelError(
                     f"{file}: key `{reserved}` is unknown, and an unknown key may change the maths"
@@ -116,6 +120,7 @@ class TargetConfig(FolderConfig):
             "rope": rope.model_dump(),
             "inner_norm_eps": _inner_norm_eps(inner_norm_eps, values),
             "eos_token_ids": sorted(set(eos)),
+            "quantization": None if quantization is None else quantization.model_dump(),
         }
         return parse(cls, {**values, **added}, file)
 
@@ -139,6 +144,38 @@ class TargetConfig(FolderConfig):
                 raise ValueError(f"token id {token} (bos or eos) is not below `vocab_size` {self.vocab_size}")
         return self
 
+    @model_validator(mode="after")
+    def _only_experts_are_packed(self) -> Self:
+        if self.quantization is None:
+            return self
+        for key in ("hidden_size", "moe_intermediate_size"):
+            if getattr(self, key) % 32:
+                raise ValueError(f"key `{key}` must be a multiple of 32, the group of INT4 experts")
+        for module in self._modules():
+            if self.is_packed(module) != (".mlp.experts." in module):
+                raise ValueError(
+                    f"key `{KEY}`: by its targets and ignore list `{module}` is "
+                    f"{'packed' if self.is_packed(module) else 'not packed'}; "
+                    "supported are packed routed experts, and nothing else packed"
+                )
+        return self
+
+    def check_ranks(self, shard: Shard) -> None:
+        """Raise `ModelError` naming a key whose number cannot be shared by this many ranks."""
+        keys = ["num_attention_heads"]
+        if self.first_k_dense_replace > 0:
+            keys.append("intermediate_size")
+        if self.first_k_dense_replace < self.num_hidden_layers:
+            keys.append("moe_intermediate_size")
+        for key in keys:
+            shard.bounds(getattr(self, key), what=f"key `{key}`")
+        if self.quantization is not None:
+            shard.bounds(self.moe_intermediate_size // 32, what="key `moe_intermediate_size`, in groups of 32")
+        if shard.uneven(self.vocab_size)[0] >= self.vocab_size:
+            raise ModelError(
+                f"key `vocab_size`: {self.vocab_size} tokens leave rank {shard.rank} of {shard.size} with none"
+            )
+
     @property
     def latent_dim(self) -> int:
         """C: numbers cached per token and layer, the latent (R) and then the rope key (P)."""
@@ -161,6 +198,29 @@ class TargetConfig(FolderConfig):
     def is_moe(self, layer: int) -> bool:
         return layer >= self.first_k_dense_replace
 
+    def is_packed(self, module: str) -> bool:
+        """Whether the weight of a module, by the model's own name, is kept as INT4."""
+        return self.quantization is not None and self.quantization.covers(module, wrapped=self.wrapped)
+
+    def _modules(self) -> Iterator[str]:
+        """One of each kind that has a weight, in the first and last layer with and without experts."""
+        yield from ("model.embed_tokens", "model.norm", "lm_head")
+        dense = [i for i in range(self.num_hidden_layers) if not self.is_moe(i)]
+        moe = [i for i in range(self.num_hidden_layers) if self.is_moe(i)]
+        q = ("q_a_proj", "q_a_layernorm", "q_b_proj") if self.q_lora_rank else ("q_proj",)
+        attention = (*q, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+        blocks = ["shared_experts.", "experts.0.", f"experts.{self.n_routed_experts - 1}."]
+        for layers, inner in ((dense, [""]), (moe, blocks if self.n_shared_experts else blocks[1:])):
+            for i in {*layers[:1], *layers[-1:]}:
+                layer = f"model.layers.{i}."
+                yield from (layer + name for name in ("input_layernorm", "post_attention_layernorm"))
+                yield from (f"{layer}self_attn.{name}" for name in attention)
+                yield from (
+                    f"{layer}mlp.{block}{name}_proj" for block in inner for name in ("gate", "up", "down")
+                )
+                if layers is moe:
+                    yield f"{layer}mlp.gate"
+
 
 def _inner_norm_eps(asked: InnerNormEps, values: Values) -> Any:
     if asked == "config":
@@ -175,13 +235,13 @@ def _unwrap(top: Values, file: Path) -> Values:
     text = top.get("text_config")
     if not isinstance(text, dict):
         raise ModelError(f"{file}: key `text_config` must be an object in a `kimi_k25` model")
-    _refuse_quantised(top, file)
     known = _WRAPPER_IGNORED | {
         "model_type",
         "text_config",
         "eos_token_id",
         "bos_token_id",
         "tie_word_embeddings",
+        KEY,
     }
     for key in top:
         if key not in known:
@@ -189,16 +249,10 @@ def _unwrap(top: Values, file: Path) -> Values:
     ties = {block["tie_word_embeddings"] for block in (top, text) if "tie_word_embeddings" in block}
     if len(ties) > 1:
         raise ModelError(f"{file}: key `tie_word_embeddings` differs between the top level and `text_config`")
-    return text
-
-
-def _refuse_quantised(values: Values, file: Path) -> None:
-    block = values.get("quantization_config")
-    if block is not None:
-        method = block.get("quant_method") if isinstance(block, dict) else block
-        raise ModelError(
-            f"{file}: key `quantization_config`: `{method}` weights are not supported, only bf16 to fp64"
-        )
+    blocks = [block[KEY] for block in (top, text) if block.get(KEY) is not None]
+    if blocks[1:] and blocks[0] != blocks[1]:
+        raise ModelError(f"{file}: key `{KEY}` differs between the top level and `text_config`")
+    return {**text, KEY: blocks[0]} if blocks else text
 
 
 def _token_ids(values: Values, file: Path) -> tuple[int, ...]:

@@ -126,6 +126,10 @@ class Weights:
         where = f"{self.folder / file}: tensor `{key}`"
         return Header(where, header.get_dtype(), tuple(header.get_shape()))
 
+    @property
+    def names(self) -> Collection[str]:
+        return self._where.keys()
+
     def headers(self) -> dict[str, Header]:
         """Own name -> header of every tensor; none is read."""
         return {name: self.header(name) for name in self._where}
@@ -192,6 +196,10 @@ class Take:
     @property
     def shard(self) -> Shard:
         return self._weights.shard
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weights.dtype
 
     def __contains__(self, name: str) -> bool:
         """Whether the files hold it: for tensors that only some exports have."""
