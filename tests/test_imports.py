@@ -20,7 +20,7 @@ LAYERS = [
     {"scores", "config"},
     {"round", "drafting"},
     {"engine"},
-    {"serving", "cli", "chat", "trace", "training"},
+    {"serving", "cli", "doctor", "chat", "trace", "training"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 FILES = sorted(p for p in ROOT.rglob("*.py") if p.relative_to(ROOT).parts[0] not in ("bench", "__init__.py"))

@@ -22,6 +22,7 @@ from rich.table import Table
 from draftwood.bench.cli import app as bench_app
 from draftwood.chat.cli import chat
 from draftwood.config import MAX_SLOTS, Mode
+from draftwood.doctor import doctor
 from draftwood.training.cli import app as train_app
 
 if TYPE_CHECKING:
@@ -114,57 +115,6 @@ def generate(
         raise typer.Exit(1)
 
 
-@app.command()
-def doctor() -> None:
-    """Say what this machine has, and which implementation each kernel would use, and why."""
-    import importlib.metadata
-    import platform
-
-    import torch
-
-    from draftwood import bundled
-    from draftwood.kernels import KERNELS, KernelUnavailableError
-    from draftwood.kernels.registry import choose
-
-    console = Console(highlight=False)
-
-    def version(package: str) -> str:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return "not installed"
-
-    machine = Table("what", "here", title="machine", title_justify="left")
-    machine.add_row("draftwood", version("draftwood"))
-    machine.add_row("python", platform.python_version())
-    for package in ("torch", "triton"):
-        machine.add_row(package, version(package))
-    machine.add_row("cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads")
-    for i in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(i)
-        machine.add_row(f"gpu {i}", f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB")
-    if not torch.cuda.is_available():
-        machine.add_row("gpu", "none that torch can use")
-    target, drafter = bundled.pair()
-    machine.add_row("bundled target", str(target))
-    machine.add_row("bundled drafter", str(drafter))
-    console.print(machine)
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    kernels = Table("kernel", "implementation", "why", title=f"kernels on {device}", title_justify="left")
-    missing = False
-    for kernel in KERNELS:
-        try:
-            choice = choose(kernel, device)
-            kernels.add_row(kernel, choice.impl, choice.reason)
-        except KernelUnavailableError as e:
-            kernels.add_row(kernel, "none", str(e))
-            missing = True
-    console.print(kernels)
-    if missing:
-        raise typer.Exit(1)
-
-
 def main() -> None:
     """Entry point of the `draftwood` command."""
     try:
@@ -194,6 +144,7 @@ def _errors_named() -> Iterator[None]:
 
 
 app.command()(_errors_named()(chat))
+app.command()(_errors_named()(doctor))
 
 
 def _budget(text: str) -> int | str:

@@ -21,6 +21,7 @@ class PlainDFlash:
         self.c = json.loads((folder / "config.json").read_text())
         self.w = {k: v.double() for k, v in load_file(folder / "model.safetensors").items()}
         rope = dict(self.c["rope_parameters"])
+        rope.setdefault("rope_type", rope.pop("type", None))
         if rope["rope_type"] == "default":
             exponents = torch.arange(0, self.c["head_dim"], 2, dtype=torch.float64) / self.c["head_dim"]
             self.frequencies, self.amplitude = rope["rope_theta"] ** -exponents, 1.0

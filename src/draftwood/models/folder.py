@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from draftwood.models.errors import ModelError
@@ -13,8 +14,8 @@ PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja"]
 _REPO_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def resolve(path_or_repo_id: str | Path) -> Path:
-    """The folder itself, or the local copy of a repository, downloaded if need be.
+def resolve(path_or_repo_id: str | Path, patterns: Sequence[str] = PATTERNS) -> Path:
+    """The folder itself, or the local copy of a repository, of which what matches `patterns` is downloaded if need be.
 
     Raises `ModelError` if it is neither a folder with a `config.json` nor a repository that can be had.
     """
@@ -30,7 +31,7 @@ def resolve(path_or_repo_id: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
         raise ModelError(f"{name}: no such folder, and the repository cannot be had: {e}") from e
 
