@@ -66,16 +66,19 @@ def chat(
 
 
 def _layout(folder: Path, raw: bool) -> Layout:
-    from draftwood.chat.conversation import ChatError
-    from draftwood.chat.layout import RawLayout
+    """Read before the model is loaded, so that a folder without a template is known at once."""
+    from draftwood.chat.layout import RawLayout, TemplateLayout
+    from draftwood.models.chat import ChatTemplate
+    from draftwood.models.errors import ModelError
     from draftwood.models.tokenizer import Tokenizer
 
+    tokenizer = Tokenizer.from_folder(folder)
     if raw:
-        return RawLayout(Tokenizer.from_folder(folder))
-    raise ChatError(
-        f"{folder} has no chat template, so this model continues text rather than answers; "
-        "`draftwood chat --raw` continues each input"
-    )
+        return RawLayout(tokenizer)
+    try:
+        return TemplateLayout(ChatTemplate.from_folder(folder, tokenizer))
+    except ModelError as e:
+        raise ModelError(f"{e}; `draftwood chat --raw` continues each input instead") from e
 
 
 def _load(model: Path | None, drafter: Path | None, **settings: Any) -> LLM:

@@ -28,11 +28,9 @@ class Message(BaseModel):
     name: str | None = None
     interrupted: bool = False
 
-    def as_dict(self) -> dict[str, Any]:
-        """The fields that say something."""
-        return {"role": self.role, "content": self.content} | self.model_dump(
-            exclude_defaults=True, mode="json"
-        )
+    def as_dict(self, *, own: bool = True) -> dict[str, Any]:
+        """The fields that say something; without those that are our `own` if so asked."""
+        return self.model_dump(mode="json", exclude_defaults=True, exclude=None if own else {"interrupted"})
 
 
 _MESSAGES = TypeAdapter(list[Message])

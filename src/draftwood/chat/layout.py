@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from draftwood.chat.conversation import Message
+from draftwood.models.chat import ChatTemplate
+from draftwood.models.chat_reply import ReplyDelta, ReplyParser
 from draftwood.models.tokenizer import StreamDecoder, Tokenizer
 
 
@@ -24,8 +26,10 @@ class Piece:
 class ReplyReader(Protocol):
     """Reads one reply, token by token."""
 
-    tool_calls: Sequence[dict[str, Any]]
-    """The calls complete so far, as the OpenAI API has them."""
+    @property
+    def tool_calls(self) -> Sequence[dict[str, Any]]:
+        """The calls so far, as the OpenAI API has them."""
+        ...
 
     def push(self, token_ids: Sequence[int]) -> Iterator[Piece]: ...
 
@@ -43,7 +47,48 @@ class Layout(Protocol):
 
     def prompt(self, messages: Sequence[Message], *, thinking: bool | None) -> list[int]: ...
 
-    def reader(self, *, thinking: bool | None) -> ReplyReader: ...
+    def reader(self, prompt: Sequence[int]) -> ReplyReader:
+        """For the tokens generated after `prompt`."""
+        ...
+
+
+class TemplateLayout:
+    """The model's own chat template."""
+
+    continues = False
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self.stop_token_ids: Sequence[int] = template.stop_token_ids
+
+    def prompt(self, messages: Sequence[Message], *, thinking: bool | None) -> list[int]:
+        return self._template.render([m.as_dict(own=False) for m in messages], thinking=thinking)
+
+    def reader(self, prompt: Sequence[int]) -> ReplyReader:
+        return TemplateReader(self._template.parser(prompt))
+
+
+class TemplateReader:
+    """Reasoning and content as they are, tool calls as a line each."""
+
+    def __init__(self, parser: ReplyParser) -> None:
+        self._parser = parser
+
+    @property
+    def tool_calls(self) -> Sequence[dict[str, Any]]:
+        return [call.as_message() for call in self._parser.reply.tool_calls]
+
+    def push(self, token_ids: Sequence[int]) -> Iterator[Piece]:
+        return map(_piece, self._parser.push(token_ids))
+
+    def finish(self) -> Iterator[Piece]:
+        return map(_piece, self._parser.finish())
+
+
+def _piece(delta: ReplyDelta) -> Piece:
+    if delta.kind == "tool_call":
+        return Piece("tool_call", ("\n" if delta.index else "") + f"calls {delta.name} ")
+    return Piece("tool_call" if delta.kind == "arguments" else delta.kind, delta.text)
 
 
 class RawLayout:
@@ -58,7 +103,7 @@ class RawLayout:
     def prompt(self, messages: Sequence[Message], *, thinking: bool | None) -> list[int]:
         return self._tokenizer.encode(messages[-1].content)
 
-    def reader(self, *, thinking: bool | None) -> ReplyReader:
+    def reader(self, prompt: Sequence[int]) -> ReplyReader:
         return RawReader(self._tokenizer)
 
 

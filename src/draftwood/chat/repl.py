@@ -83,7 +83,7 @@ class Repl:
             self.screen.say("stopped before it said anything; your message is taken back")
             return
         if latest.message.interrupted:
-            self.screen.say("interrupted; what there is of it stays in the conversation")
+            self.screen.say("interrupted; what there is of the reply stays in the conversation")
         self.screen.say(latest.stats)
         if latest.fills_context and not self.session.layout.continues:
             self.screen.say("the context is full: `/trim` forgets the oldest turns, `/clear` all of them")

@@ -92,7 +92,8 @@ class Terminal:
             raise
 
     def say(self, text: str) -> None:
-        self._write(text + "\n", dim=True)
+        self._write(text, dim=True)
+        self._write("\n")
 
     def reply(self, pieces: Iterator[Piece], *, continued: str, reasoning: bool) -> None:
         self._write(continued, dim=True)
@@ -120,10 +121,8 @@ class Terminal:
             if self._colours:
                 sys.stdout.write("\r\x1b[K")
             seconds = time.monotonic() - folded_at
-            self._write(f"thought for {seconds:.1f} s, `/think show` shows it\n", dim=True)
-        elif not self._at_start:
-            self._write("\n")
-        self._write("\n")
+            self._write(f"thought for {seconds:.1f} s, `/think show` shows it", dim=True)
+        self._write("\n" if self._at_start else "\n\n")
 
     def _write(self, text: str, *, dim: bool = False) -> None:
         if not text:

@@ -159,7 +159,7 @@ class Session:
         )
         self._attempt += 1
         self.latest = None
-        draft = _Draft(self.layout.reader(thinking=self.thinking))
+        draft = _Draft(self.layout.reader(prompt))
         yield from draft.follow(self.model.stream([prompt], params), stop)
         if draft.said_something:
             self.latest = draft.reply(self.model.max_context)

@@ -1,0 +1,193 @@
+"""The dialogue with a scripted model: entries, commands, and what a terminal or a pipe shows."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+
+import pytest
+
+from draftwood.chat.conversation import ChatError
+from draftwood.chat.layout import Piece
+from draftwood.chat.repl import Entry, Repl, read_entry
+from draftwood.chat.screen import Interrupt, Pipe, Terminal
+from draftwood.chat.session import NO_LIMIT, Session
+from draftwood.engine.sampling_params import SamplingParams
+from support.scripted_chat import CharacterLayout, ScriptedModel
+
+
+class ScriptedScreen:
+    """Types lines; what it is told and shown is in `seen`."""
+
+    def __init__(self, *lines, interactive=True):
+        self.lines, self.interactive, self.seen = list(lines), interactive, []
+
+    def ask(self, prompt):
+        if not self.lines:
+            raise EOFError
+        line = self.lines.pop(0)
+        if line is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return line
+
+    def say(self, text):
+        self.seen.append(text)
+
+    def reply(self, pieces, *, continued, reasoning):
+        self.seen.append("".join(p.text for p in pieces if reasoning or p.kind == "content"))
+
+
+def chat(*lines, replies=(), interactive=True):
+    session = Session(
+        ScriptedModel(*replies), CharacterLayout(), SamplingParams(seed=1, max_new_tokens=NO_LIMIT)
+    )
+    repl = Repl(session, ScriptedScreen(*lines, interactive=interactive))
+    repl.run()
+    return repl
+
+
+@pytest.mark.parametrize(
+    ("lines", "entry"),
+    [
+        (["a b"], Entry("a b")),
+        (["a\\", "b\\", ""], Entry("a\nb\n")),
+        (['"""/help"""'], Entry("/help", fenced=True)),
+        (['"""', "a\\", "", 'b"""'], Entry("a\\\n\nb", fenced=True)),
+        (['"""a', '"""'], Entry("a", fenced=True)),
+    ],
+)
+def test_entries_of_one_line_and_several(lines, entry):
+    screen = ScriptedScreen(*lines)
+    assert read_entry(screen.ask) == entry
+    assert screen.lines == []
+
+
+@pytest.mark.parametrize("line", ['"""a', "a\\"])
+def test_input_that_ends_within_an_entry_is_an_error(line):
+    with pytest.raises(ChatError, match="the input ended"):
+        read_entry(ScriptedScreen(line).ask)
+
+
+def test_a_chat_goes_on_after_errors_and_dropped_lines():
+    repl = chat("/nope", "", KeyboardInterrupt, "hi", "/exit", "never", replies=[["<hm>yes\0"]])
+    said = "\n".join(repl.screen.seen)
+    assert "error: /nope: no such command" in said
+    assert "hmyes" in said
+    assert "4.0 tokens/s" not in said  # 8 tokens in rounds of half a second
+    assert "8 tokens · 16.0 tokens/s · 8.00 tokens/round · first after" in said
+    assert repl.screen.lines == ["never"]
+
+
+def test_a_script_stops_at_the_first_error():
+    with pytest.raises(ChatError, match="/nope"):
+        chat("/nope", "hi", interactive=False)
+
+
+def test_commands_change_the_conversation(tmp_path):
+    file = tmp_path / "chat.json"
+    repl = chat(
+        "/system be brief",
+        "/seed 5",
+        "/thinking off",
+        "/think hide",
+        "one",
+        "two",
+        "/regenerate",
+        f"/save {file}",
+        "/undo",
+        f"/save {file}",  # its own file, so it may
+        "/clear",
+        f"/load {file}",
+        "/stats",
+        "/system -",
+        "three",
+        replies=[["<hm>1\0"], ["2\0"], ["2b\0"], ["3\0"]],
+    )
+    prompts = ["S:be brief|U:one|-", *["S:be brief|U:one|A:1|U:two|-"] * 2, "U:one|A:1|U:three|-"]
+    assert repl.session.model.prompts == prompts
+    assert [p.seed for p in repl.session.model.params] == [5, 5, 6, 5]
+    assert [m["content"] for m in json.loads(file.read_text())] == ["be brief", "one", "1"]
+    said = repl.screen.seen
+    assert "1" in said
+    assert "taken back: two" in said
+    assert any("1 turn, 0 interrupted; 3 replies" in s for s in said)
+    assert any("at temperature 0 the seed changes nothing" in s for s in said)
+    assert not any(s.startswith("error") for s in said)
+
+
+def test_files_of_others_are_not_replaced(tmp_path):
+    file = tmp_path / "thesis.txt"
+    file.write_text("thesis")
+    repl = chat(f"/save {file}", f"/load {file}", "/save", f"/load {tmp_path / 'none'}")
+    assert file.read_text() == "thesis"
+    errors = [s for s in repl.screen.seen if s.startswith("error")]
+    assert len(errors) == 4
+    assert "is no file of this chat" in errors[0]
+
+
+def test_ctrl_c_while_a_reply_comes_stops_it_after_the_round():
+    class Pressing(ScriptedScreen):
+        def reply(self, pieces, **how):
+            self.seen.append(next(pieces).text)
+            os.kill(os.getpid(), signal.SIGINT)
+            self.seen += [p.text for p in pieces]
+
+    session = Session(ScriptedModel(["ab", "cd"]), CharacterLayout(), SamplingParams())
+    repl = Repl(session, Pressing("go"))
+    handler = signal.getsignal(signal.SIGINT)
+    repl.run()
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert session.conversation.messages[-1].content == "ab"
+    assert session.model.running == 0
+    assert any("interrupted; what there is" in s for s in repl.screen.seen)
+
+
+def test_the_third_ctrl_c_leaves(capfd):
+    with Interrupt() as stop:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert "once more leaves" in capfd.readouterr().err
+
+
+PIECES = [
+    Piece("reasoning", "hm"),
+    Piece("content", "\n\n"),
+    Piece("content", "yes\x1b[2J"),
+    Piece("content", "!"),
+]
+
+
+@pytest.mark.parametrize(
+    ("colours", "reasoning", "shown"),
+    [
+        (True, True, "\x1b[2mhm\x1b[0m\n\nyes␛[2J!\n"),
+        (False, True, "hm\n\nyes␛[2J!\n"),
+        (
+            True,
+            False,
+            "\x1b[2mthinking …\x1b[0m\r\x1b[K\x1b[2mthought for 0.0 s, `/think show` shows it\x1b[0m\n\nyes␛[2J!\n",
+        ),
+    ],
+)
+def test_a_terminal_dims_or_folds_reasoning_and_is_not_driven_by_the_model(
+    capsys, monkeypatch, colours, reasoning, shown
+):
+    monkeypatch.setattr("draftwood.chat.screen.time.monotonic", lambda: 100.0)
+    Terminal(colours=colours).reply(iter(PIECES), continued="", reasoning=reasoning)
+    assert capsys.readouterr().out == shown
+
+
+def test_a_pipe_gets_the_text_as_it_is(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo"))
+    pipe = Pipe()
+    assert [pipe.ask("> "), pipe.ask("> ")] == ["one", "two"]
+    with pytest.raises(EOFError):
+        pipe.ask("> ")
+    pipe.reply(iter(PIECES), continued="", reasoning=False)
+    pipe.say("remark")
+    assert capsys.readouterr() == ("\n\nyes\x1b[2J!\n", "remark\n")
