@@ -16,7 +16,7 @@ LAYERS = [
     {"tree", "tree_links"},
     {"kernels"},
     {"cache"},
-    {"models", "bundled"},
+    {"models", "bundled", "parallel"},
     {"scores", "config"},
     {"round", "drafting"},
     {"engine"},

@@ -17,6 +17,7 @@ from draftwood.kernels import Kernels
 from draftwood.kernels.sample.params import SampleParams
 from draftwood.kernels.tree_accept import Accepted, Limits
 from draftwood.models.target import Target, TargetOutput, TreeBatch
+from draftwood.parallel import same_tree
 from draftwood.scores import ScoreRule
 from draftwood.tree import DraftTree
 
@@ -62,7 +63,7 @@ class RoundPlan:
     slots: int  # T, root included
     depth: int  # D
     top_k: int  # candidates per depth; 1 drafts a chain
-    prune: Callable[[DraftTree], DraftTree] | None = None  # shrinks the built tree, if its scores say so
+    prune: Callable[[DraftTree], DraftTree] | None = None  # truncates the built tree, if its scores say so
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,13 @@ def build(
     budget = torch.full_like(state.root, plan.slots)
     min_score = lp.new_full(state.root.shape, -torch.inf)
     tree = stages.kernels.tree_build(state.root, lp, ids, budget, min_score, slots=plan.slots)
-    return tree if plan.prune is None else plan.prune(tree)
+    if plan.prune is not None:
+        tree = plan.prune(tree)
+    return same_tree(stages.target.ranks, tree, plan.slots, pruned=plan.prune is not None)
 
 
 def verify(stages: Stages, state: RoundState, tree: DraftTree) -> tuple[TargetOutput, torch.Tensor]:
-    """One target pass over all slots; returns its output and logits [B, T, V] f32."""
+    """One target pass over all slots; returns its output and logits [B, T, V] f32, this rank's slice of V."""
     batch = TreeBatch(state.page_table, state.prefix_len, tree.ancestors, tree.n_slots)
     positions = state.prefix_len[:, None] + tree.depths
     taps = () if stages.drafting is None else stages.drafting.taps
@@ -142,7 +145,8 @@ def accept(
     """The path that the target's choices take through the tree."""
     position = state.prefix_len[:, None] + tree.depths + 1
     choice, _ = stages.kernels.sample(logits, state.params, state.seed, position, tree)
-    return stages.kernels.tree_accept(tree, choice, state.limits, max_depth=plan.depth)  # type: ignore[no-any-return]
+    accepted: Accepted = stages.kernels.tree_accept(tree, choice, state.limits, max_depth=plan.depth)
+    return stages.target.ranks.from_first(accepted)
 
 
 def commit(stages: Stages, state: RoundState, output: TargetOutput, accepted: Accepted) -> None:

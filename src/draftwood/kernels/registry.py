@@ -71,6 +71,13 @@ def load(kernel: str, impl: str) -> Callable[..., Any]:
     return function
 
 
+def load_slices(kernel: str, impl: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`partial` and `merge` of a kernel that takes slices of the vocabulary. Raises as `load` does."""
+    load(kernel, impl)
+    module = import_module(_module(kernel, impl))
+    return module.partial, module.merge
+
+
 def exists(kernel: str, impl: str) -> bool:
     """Whether the package has this implementation at all (it may still fail to load here)."""
     return find_spec(_module(kernel, impl)) is not None

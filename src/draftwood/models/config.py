@@ -170,7 +170,9 @@ class TargetConfig(FolderConfig):
         for key in keys:
             shard.bounds(getattr(self, key), what=f"key `{key}`")
         if self.quantization is not None:
-            shard.bounds(self.moe_intermediate_size // 32, what="key `moe_intermediate_size`, in groups of 32")
+            shard.bounds(
+                self.moe_intermediate_size // 32, what="key `moe_intermediate_size`, in groups of 32"
+            )
         if shard.uneven(self.vocab_size)[0] >= self.vocab_size:
             raise ModelError(
                 f"key `vocab_size`: {self.vocab_size} tokens leave rank {shard.rank} of {shard.size} with none"

@@ -22,6 +22,7 @@ from draftwood.models.packed import PackedMatrix
 from draftwood.models.rope import Rotary, YarnRule, rotate
 from draftwood.models.target import Target
 from draftwood.models.weights import Take, Weights
+from draftwood.parallel import ALONE, Ranks
 
 Context = tuple[Tensor, Tensor, Tensor, Tensor]
 """What a layer attends to, as `draft_attn` takes it: k_pages, v_pages, page_table, context_len."""
@@ -58,16 +59,21 @@ class Projections(Packable):
 class DraftLayer(nn.Module):
     """One layer; its query, key and value weights are in the drafter's `Projections`."""
 
-    def __init__(self, config: DrafterConfig, sees: LayerAttention, kernels: Kernels, take: Take) -> None:
+    def __init__(
+        self, config: DrafterConfig, sees: LayerAttention, kernels: Kernels, take: Take, ranks: Ranks
+    ) -> None:
         super().__init__()
-        self.sees, self.attend = sees, kernels.draft_attn
+        self.sees, self.attend, self.ranks = sees, kernels.draft_attn, ranks
         self.eps, self.head_dim = config.rms_norm_eps, config.head_dim
-        self.n_q, self.n_kv = config.num_attention_heads, config.num_key_value_heads
+        self.n_q = config.num_attention_heads // ranks.size
+        self.n_kv = config.num_key_value_heads // ranks.size
         d = config.hidden_size
         self.attention_norm = frozen(take("input_layernorm.weight", d))
         self.mlp_norm = frozen(take("post_attention_layernorm.weight", d))
         self.q_norm = frozen(take("self_attn.q_norm.weight", config.head_dim))
-        self.o = Matrix(take("self_attn.o_proj.weight", d, config.num_attention_heads * config.head_dim))
+        self.o = Matrix(
+            take.columns("self_attn.o_proj.weight", d, config.num_attention_heads * config.head_dim)
+        )
         self.mlp = MLP(d, config.intermediate_size, take.under("mlp"))
 
     def forward(
@@ -86,9 +92,8 @@ class DraftLayer(nn.Module):
         q, k = rotate(rms_norm(qk, norms, self.eps), cos, sin).split((self.n_q, self.n_kv), -2)
         scale = self.head_dim**-0.5
         o = self.attend(q, *context, k, v, scale, causal=self.sees.causal, window=self.sees.window)
-        x = x + self.o(o.flatten(-2))
-        y: Tensor = self.mlp(rms_norm(x, self.mlp_norm, self.eps))
-        return x + y
+        x = x + self.ranks.all_reduce(self.o(o.flatten(-2)))
+        return x + self.ranks.all_reduce(self.mlp(rms_norm(x, self.mlp_norm, self.eps)))
 
 
 class Drafter(nn.Module):
@@ -106,25 +111,27 @@ class Drafter(nn.Module):
         kernels: Kernels,
         device: torch.device,
         yarn_rule: YarnRule | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.ranks = config, ranks
         self.yarn_rule, self.yarn_reason = config.choose_yarn_rule(yarn_rule)
         d, hd, L = config.hidden_size, config.head_dim, config.num_hidden_layers
         q, kv = config.num_attention_heads * hd, config.num_key_value_heads * hd
-        self.fc = Matrix(take("fc.weight", d, len(config.target_layer_ids) * d))
+        self.fc = Matrix(take.columns("fc.weight", d, len(config.target_layer_ids) * d))
         self.context_norm = frozen(take("hidden_norm.weight", d))
         self.norm = frozen(take("norm.weight", d))
         self.mask_embedding = frozen(take("mask_embedding", d)) if "mask_embedding" in take else None
         scopes = [take.under(f"layers.{i}") for i in range(L)]
-        qkv = take.empty(L, q + 2 * kv, d)
+        own = [n // ranks.size for n in (q, kv, kv)]
+        qkv = take.empty(L, sum(own), d)
         for weight, scope in zip(qkv, scopes, strict=True):
-            for name, rows in zip("qkv", weight.split((q, kv, kv)), strict=True):
-                rows.copy_(scope(f"self_attn.{name}_proj.weight", len(rows), d))
-        self.qkv = Projections(qkv, q)
+            for name, n, rows in zip("qkv", (q, kv, kv), weight.split(own), strict=True):
+                rows.copy_(scope.rows(f"self_attn.{name}_proj.weight", n, d))
+        self.qkv = Projections(qkv, own[0])
         self.k_norm = frozen(torch.stack([scope("self_attn.k_norm.weight", hd) for scope in scopes]))
         self.layers = nn.ModuleList(
-            DraftLayer(config, sees, kernels, scope)
+            DraftLayer(config, sees, kernels, scope, ranks)
             for sees, scope in zip(config.layers, scopes, strict=True)
         )
         self.rotary = Rotary(config.rope, hd, config.rope.amplitude(self.yarn_rule), device)
@@ -140,15 +147,29 @@ class Drafter(nn.Module):
         kernels: Kernels,
         yarn_rule: YarnRule | None = None,
     ) -> Self:
-        """Load config and tensors. Raises `ModelError` naming what is wrong, or what does not fit the target."""
+        """Load config and tensors: this rank's share, or all where `DrafterConfig.splits` says no.
+
+        Raises `ModelError` naming what is wrong, or what does not fit the target.
+        """
         config = DrafterConfig.from_folder(path)
         config.check_fits(target.config)
-        weights = Weights(Path(path), own_name, dtype, torch.device(device))
+        ranks = target.ranks if config.splits(target.ranks.size) else ALONE
+        weights = Weights(Path(path), own_name, dtype, torch.device(device), shard=ranks.shard)
         drafter = cls(
-            config, Take(weights), kernels=kernels, device=torch.device(device), yarn_rule=yarn_rule
+            config,
+            Take(weights),
+            kernels=kernels,
+            device=torch.device(device),
+            yarn_rule=yarn_rule,
+            ranks=ranks,
         )
         weights.finish()
         return drafter
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Hkv: key-value heads of this rank."""
+        return self.config.num_key_value_heads // self.ranks.size
 
     def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (RoPE applied) and values of committed tokens for every layer.
@@ -158,12 +179,14 @@ class Drafter(nn.Module):
             positions: [B, N] i32, absolute.
 
         Returns:
-            k, v: each [Ld, B, N, Hkv, hd]. A token's rows depend on that token alone, so any chunking will do.
+            k, v: each [Ld, B, N, Hkv, hd], of this rank's heads. A token's rows depend on that token alone, so any
+            chunking will do.
         """
         c = self.config
-        x = rms_norm(self.fc(features.to(self.norm.dtype)), self.context_norm, c.rms_norm_eps)
+        own = features.chunk(self.ranks.size, -1)[self.ranks.shard.rank].to(self.norm.dtype)
+        x = rms_norm(self.ranks.all_reduce(self.fc(own)), self.context_norm, c.rms_norm_eps)
         kv = self.qkv.keys_and_values(x.flatten(0, 1)).reshape(
-            len(self.layers), *positions.shape, 2 * c.num_key_value_heads, c.head_dim
+            len(self.layers), *positions.shape, 2 * self.n_kv_heads, c.head_dim
         )
         k, v = kv.chunk(2, -2)
         k = F.rms_norm(k, k.shape[-1:], None, c.rms_norm_eps) * self.k_norm[:, None, None, None]

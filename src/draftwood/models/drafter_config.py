@@ -191,6 +191,11 @@ class DrafterConfig(FolderConfig):
                 f"{self.file}: key `target_layer_ids` names layer {highest}; the target has 0..{depth - 1}"
             )
 
+    def splits(self, n_ranks: int) -> bool:
+        """Whether ranks can share the drafter; otherwise each has all of it, and does the same with it."""
+        widths = (self.num_key_value_heads, self.intermediate_size, self.hidden_size)
+        return all(width % n_ranks == 0 for width in widths)
+
     def _require(self, key: str, ours: int, theirs: int, their_key: str) -> None:
         if ours != theirs:
             raise ModelError(

@@ -82,13 +82,16 @@ class Matrix(Packable):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are one matrix [2 I, d]."""
+    """down(silu(gate(x)) * up(x)); gate and up are one matrix [2 I, d].
+
+    A rank has its share of the inner columns and gives their part of the sum.
+    """
 
     def __init__(self, hidden: int, inner: int, take: Take) -> None:
         super().__init__()
-        gate = take("gate_proj.weight", inner, hidden)
-        self.gate_up = Matrix(torch.cat((gate, take("up_proj.weight", inner, hidden))))
-        self.down = Matrix(take("down_proj.weight", hidden, inner))
+        gate, up = (take.rows(f"{name}_proj.weight", inner, hidden) for name in ("gate", "up"))
+        self.gate_up = Matrix(torch.cat((gate, up)))
+        self.down = Matrix(take.columns("down_proj.weight", hidden, inner))
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)

@@ -20,9 +20,12 @@ from draftwood.kernels.registry import Kernels
 from draftwood.kernels.verify_attn import for_layers
 from draftwood.models.config import InnerNormEps, TargetConfig
 from draftwood.models.dense_experts import DenseExperts, most_rows
+from draftwood.models.int4_experts import Int4Experts, check_stored, stack_int4
 from draftwood.models.layers import MLP, Matrix, Packable, frozen, matrix, rms_norm
 from draftwood.models.rope import Rotary, rotate
+from draftwood.models.vocabulary import VocabularySlice
 from draftwood.models.weights import Progress, Take, Weights
+from draftwood.parallel import ALONE, Ranks
 
 
 @dataclass(frozen=True)
@@ -49,11 +52,15 @@ Attend = Callable[..., Tensor]
 
 
 class MLA(nn.Module):
-    """Multi-head latent attention, absorbed: W_UK goes into the query, W_UV into the output."""
+    """Multi-head latent attention, absorbed: W_UK goes into the query, W_UV into the output.
+
+    A rank has its share of the heads and gives their part of the sum.
+    """
 
     def __init__(self, config: TargetConfig, take: Take) -> None:
         super().__init__()
-        H, R, P = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
+        heads, R, P = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
+        H = heads // take.shard.size
         N, V, d = config.qk_nope_head_dim, config.v_head_dim, config.hidden_size
         Q = config.q_lora_rank
         self.shape, self.scale, self.norm_eps = (H, N, R, P), config.softmax_scale, config.inner_norm_eps
@@ -61,18 +68,20 @@ class MLA(nn.Module):
         latent, k_rope = _nope_and_rope(take("kv_a_proj_with_mqa.weight", R + P, d), 1, P)
         self.kv_norm = frozen(take("kv_a_layernorm.weight", R))
         if Q is None:
-            q = torch.cat(_nope_and_rope(take("q_proj.weight", H * (N + P), d), H, P))
+            q = torch.cat(_nope_and_rope(take.rows("q_proj.weight", heads * (N + P), d), H, P))
             self.widths = (H * N, (H + 1) * P, R)
         else:
             q = take("q_a_proj.weight", Q, d)
             self.widths = (Q, P, R)
             self.q_norm = frozen(take("q_a_layernorm.weight", Q))
-            self.q_b = Matrix(torch.cat(_nope_and_rope(take("q_b_proj.weight", H * (N + P), Q), H, P)))
+            q_b = take.rows("q_b_proj.weight", heads * (N + P), Q)
+            self.q_b = Matrix(torch.cat(_nope_and_rope(q_b, H, P)))
         self.qkv_a = Matrix(torch.cat((q, k_rope, latent)))
-        w_uk, w_uv = take("kv_b_proj.weight", H * (N + V), R).view(H, N + V, R).split((N, V), 1)
+        kv_b = take.rows("kv_b_proj.weight", heads * (N + V), R)
+        w_uk, w_uv = kv_b.view(H, N + V, R).split((N, V), 1)
         self.w_uk = frozen(w_uk.contiguous())  # [H, N, R]
         self.w_uv = frozen(w_uv.transpose(1, 2).contiguous())  # [H, R, V]
-        self.o = Matrix(take("o_proj.weight", d, H * V))
+        self.o = Matrix(take.columns("o_proj.weight", d, heads * V))
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, attend: Attend, latents: Tensor
@@ -97,18 +106,26 @@ class MLA(nn.Module):
 
 
 class MoE(Packable):
-    """Routed experts through the `moe` kernel, plus the shared ones, which are not scaled.
+    """Routed experts through the `moe` kernel, or `moe_int4`, plus the shared ones, which are not scaled.
 
+    A rank has its share of every expert's inner columns and gives their part of the sum.
     Packed, and for few rows, all of them at once: see `DenseExperts`.
     """
 
     def __init__(self, config: TargetConfig, kernels: Kernels, take: Take) -> None:
         super().__init__()
-        self.experts = kernels.moe
         E, d, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-        self.gate_up, self.down = map(matrix, _stack_experts(E, d, inner, take.under("experts")))
+        self.is_int4 = config.quantization is not None
+        self.matrices: tuple[str, ...]
+        if self.is_int4:
+            self.experts, self.matrices = kernels.moe_int4, Int4Experts._fields
+            for name, tensor in stack_int4(E, d, inner, take.under("experts"))._asdict().items():
+                self.register_parameter(name, frozen(tensor))
+        else:
+            self.experts, self.matrices = kernels.moe, ("gate_up", "down")
+            self.gate_up, self.down = map(matrix, _stack_experts(E, d, inner, take.under("experts")))
         # The router stays in fp32 (fp64 in an fp64 model): near ties decide which experts run.
-        precise = torch.promote_types(self.down.dtype, torch.float32)
+        precise = torch.promote_types(take.dtype, torch.float32)
         self.router = frozen(take("gate.weight", E, d, dtype=precise))
         self.bias = frozen(take("gate.e_score_correction_bias", E, dtype=torch.float32))
         n_shared = config.n_shared_experts or 0
@@ -124,6 +141,8 @@ class MoE(Packable):
         self.dense_rows = 0
 
     def pack(self) -> None:
+        if self.is_int4:
+            return
         self.dense_rows = most_rows(len(self.router), self.routing["top_k"])
         if self.dense_rows > 0:
             shared = None if self.shared is None else (self.shared.gate_up.weight, self.shared.down.weight)
@@ -133,16 +152,17 @@ class MoE(Packable):
         """x [N, d] -> [N, d]."""
         if self.dense is not None and len(x) <= self.dense_rows:
             return self.dense(x, *route(x, self.router, self.bias, **self.routing))
-        routed: Tensor = self.experts(x, self.router, self.bias, self.gate_up, self.down, **self.routing)
+        experts = (getattr(self, name) for name in self.matrices)
+        routed: Tensor = self.experts(x, self.router, self.bias, *experts, **self.routing)
         return routed if self.shared is None else routed + self.shared(x)
 
 
 class Layer(nn.Module):
     """x += attention(norm(x)); x += MLP or MoE(norm(x))."""
 
-    def __init__(self, config: TargetConfig, index: int, kernels: Kernels, take: Take) -> None:
+    def __init__(self, config: TargetConfig, index: int, kernels: Kernels, take: Take, ranks: Ranks) -> None:
         super().__init__()
-        self.eps = config.rms_norm_eps
+        self.eps, self.ranks = config.rms_norm_eps, ranks
         self.attention_norm = frozen(take("input_layernorm.weight", config.hidden_size))
         self.mlp_norm = frozen(take("post_attention_layernorm.weight", config.hidden_size))
         self.attention = MLA(config, take.under("self_attn"))
@@ -155,25 +175,35 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, attend: Attend, latents: Tensor
     ) -> Tensor:
-        x = x + self.attention(rms_norm(x, self.attention_norm, self.eps), cos, sin, pages, attend, latents)
-        y: Tensor = self.mlp(rms_norm(x, self.mlp_norm, self.eps))
-        return x + y
+        y = self.attention(rms_norm(x, self.attention_norm, self.eps), cos, sin, pages, attend, latents)
+        x = x + self.ranks.all_reduce(y)
+        return x + self.ranks.all_reduce(self.mlp(rms_norm(x, self.mlp_norm, self.eps)))
 
 
 class Target(nn.Module):
     """A DeepSeek-V3 model, inference only. Build it with `from_folder`."""
 
-    def __init__(self, config: TargetConfig, take: Take, *, kernels: Kernels, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: TargetConfig,
+        take: Take,
+        *,
+        kernels: Kernels,
+        device: torch.device,
+        ranks: Ranks = ALONE,
+    ) -> None:
         super().__init__()
-        self.config, self.attend = config, kernels.verify_attn
+        self.config, self.attend, self.ranks = config, kernels.verify_attn, ranks
         V, d = config.vocab_size, config.hidden_size
-        self.embedding = frozen(take("model.embed_tokens.weight", V, d))
+        self.slice = VocabularySlice.of(V, take.shard)
+        self.embedding = frozen(take.vocabulary("model.embed_tokens.weight", V, d))
         self.layers = nn.ModuleList(
-            Layer(config, i, kernels, take.under(f"model.layers.{i}"))
+            Layer(config, i, kernels, take.under(f"model.layers.{i}"), ranks)
             for i in range(config.num_hidden_layers)
         )
         self.norm = frozen(take("model.norm.weight", d))
-        self.head = Matrix(self.embedding if config.tie_word_embeddings else take("lm_head.weight", V, d))
+        tied = config.tie_word_embeddings
+        self.head = Matrix(self.embedding if tied else take.vocabulary("lm_head.weight", V, d))
         self.rotary = Rotary(config.rope, config.qk_rope_head_dim, config.rope.amplitude(), device)
 
     @classmethod
@@ -186,11 +216,19 @@ class Target(nn.Module):
         kernels: Kernels,
         progress: Progress | None = None,
         inner_norm_eps: InnerNormEps = "reference",
+        ranks: Ranks = ALONE,
     ) -> Self:
-        """Load config and tensors. Raises `ModelError` naming the key, file or tensor at fault."""
+        """Load config and this rank's share of the tensors.
+
+        Raises `ModelError` naming the key, file or tensor at fault.
+        """
         config, device = TargetConfig.from_folder(path, inner_norm_eps=inner_norm_eps), torch.device(device)
-        weights = Weights(Path(path), lambda name: own_name(name, config), dtype, device, progress)
-        target = cls(config, Take(weights), kernels=kernels, device=device)
+        config.check_ranks(ranks.shard)
+        weights = Weights(
+            Path(path), lambda name: own_name(name, config), dtype, device, progress, ranks.shard
+        )
+        check_stored(weights, config)
+        target = cls(config, Take(weights), kernels=kernels, device=device, ranks=ranks)
         weights.finish()
         return target
 
@@ -230,12 +268,15 @@ class Target(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[...] i32 -> [..., d]."""
-        return F.embedding(tokens, self.embedding)
+        if self.ranks.size == 1:
+            return F.embedding(tokens, self.embedding)
+        row, inside = self.slice.row(tokens)
+        return self.ranks.all_reduce(F.embedding(row, self.embedding).masked_fill_(~inside[..., None], 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., d], after the final norm -> [..., V] f32."""
+        """[..., d], after the final norm -> [..., V] f32; of several ranks, this one's slice of the vocabulary."""
         logits: Tensor = self.head(hidden)
-        return logits.float()
+        return self.slice.filled(logits.float())
 
 
 def own_name(name: str, config: TargetConfig) -> str | None:
@@ -269,11 +310,15 @@ def _nope_and_rope(weight: Tensor, heads: int, rope_dim: int) -> tuple[Tensor, T
 
 
 def _stack_experts(E: int, d: int, inner: int, take: Take) -> tuple[Tensor, Tensor]:
-    """gate_up [E, 2 I, d], gate rows first, and down [E, d, I] from one tensor per expert and projection."""
-    gate_up, down = take.empty(E, 2 * inner, d), take.empty(E, d, inner)
+    """gate_up [E, 2 I, d], gate rows first, and down [E, d, I] from one tensor per expert and projection.
+
+    I is the rank's share of `inner`.
+    """
+    I = inner // take.shard.size
+    gate_up, down = take.empty(E, 2 * I, d), take.empty(E, d, I)
     for e in range(E):
         expert = take.under(str(e))
-        gate_up[e, :inner] = expert("gate_proj.weight", inner, d)
-        gate_up[e, inner:] = expert("up_proj.weight", inner, d)
-        down[e] = expert("down_proj.weight", d, inner)
+        gate_up[e, :I] = expert.rows("gate_proj.weight", inner, d)
+        gate_up[e, I:] = expert.rows("up_proj.weight", inner, d)
+        down[e] = expert.columns("down_proj.weight", d, inner)
     return gate_up, down

@@ -1,0 +1,124 @@
+"""What the ranks of a tensor-parallel engine tell each other inside a round: a few collectives over tensors.
+
+Every rank runs the same calls in the same order. Knows neither models nor processes nor requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from draftwood.kernels.registry import Kernels, load_slices
+from draftwood.models.shard import WHOLE, Shard
+from draftwood.tree import DraftTree, n_words
+
+Record = TypeVar("Record")
+"""A dataclass whose fields are tensors."""
+
+
+class Ranks:
+    """This rank among those of torch's default process group; one rank alone calls nothing."""
+
+    def __init__(self, shard: Shard = WHOLE) -> None:
+        self.shard = shard
+
+    @property
+    def size(self) -> int:
+        return self.shard.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, which is overwritten; bitwise the same on all ranks.
+
+        Gloo and NCCL add each number in one place and copy the sum from there.
+        """
+        if self.size > 1:
+            x = x.contiguous()
+            dist.all_reduce(x)
+        return x
+
+    def from_first(self, record: Record) -> Record:
+        """The first rank's record, in one broadcast; shapes and types are the same on all ranks."""
+        if self.size == 1:
+            return record
+        buffer = _packed(record)
+        dist.broadcast(buffer, src=0)
+        return _unpacked(record, buffer)
+
+    def gather(self, record: Record) -> list[Record]:
+        """All ranks' records, in one collective; shapes and types are the same on all ranks."""
+        if self.size == 1:
+            return [record]
+        own = _packed(record)
+        buffers = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(buffers, own)
+        return [_unpacked(record, buffer) for buffer in buffers]
+
+
+ALONE = Ranks()
+
+
+def same_tree(ranks: Ranks, tree: DraftTree, slots: int, *, pruned: bool) -> DraftTree:
+    """The first rank's tree: of `slots` slots or, if it was pruned, of as many as its largest row has.
+
+    Only the first rank knows how much was pruned, so a tree travels at its full size.
+    """
+    if ranks.size == 1:
+        return tree
+    tree = ranks.from_first(_widened(tree, slots))
+    return tree.truncated(int(tree.n_slots.max())) if pruned else tree
+
+
+def over_vocabulary(kernels: Kernels, ranks: Ranks) -> Kernels:
+    """The kernels for logits that are each rank's slice of the vocabulary; what they return is the same on all ranks.
+
+    No logits are gathered but those of rows with a filter (top-k, top-p, min-p), whose cut needs all of them.
+    """
+    if ranks.size == 1:
+        return kernels
+    impl = {choice.kernel: choice.impl for choice in kernels.choices}
+    topk_partial, topk_merge = load_slices("topk_logprobs", impl["topk_logprobs"])
+    sample_partial, sample_merge = load_slices("sample", impl["sample"])
+
+    def topk_logprobs(logits: Tensor, k: int, **noise: Tensor) -> tuple[Tensor, Tensor]:
+        own = topk_partial(logits, k, ranks.shard.rank * logits.shape[-1], **noise)
+        merged: tuple[Tensor, Tensor] = topk_merge(ranks.gather(own), k)
+        return merged
+
+    def sample(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        own = sample_partial(logits, *arguments, offset=ranks.shard.rank * logits.shape[-1])
+        merged: tuple[Tensor, Tensor] = sample_merge(ranks.gather(own), *arguments)
+        return merged
+
+    return replace(kernels, topk_logprobs=topk_logprobs, sample=sample)
+
+
+def _widened(tree: DraftTree, slots: int) -> DraftTree:
+    """The tree with room for `slots` slots; what the new ones hold is void."""
+    more, words = slots - tree.T, n_words(slots) - tree.ancestors.shape[2]
+    wider = {
+        name: F.pad(getattr(tree, name), (0, more)) for name in ("tokens", "parents", "depths", "scores")
+    }
+    return replace(tree, ancestors=F.pad(tree.ancestors, (0, words, 0, more)), **wider)
+
+
+def _tensors(record: object) -> Iterator[tuple[str, Tensor]]:
+    """Fields, widest numbers first: so each begins at a multiple of its size when they lie end to end."""
+    named = [(f.name, getattr(record, f.name)) for f in fields(record)]  # type: ignore[arg-type]
+    return iter(sorted(named, key=lambda field: -field[1].element_size()))
+
+
+def _packed(record: object) -> Tensor:
+    return torch.cat([x.contiguous().view(-1).view(torch.uint8) for _, x in _tensors(record)])
+
+
+def _unpacked(like: Record, buffer: Tensor) -> Record:
+    named = list(_tensors(like))
+    parts: Sequence[Tensor] = buffer.split([x.numel() * x.element_size() for _, x in named])
+    values = {name: part.view(x.dtype).view(x.shape) for (name, x), part in zip(named, parts, strict=True)}
+    return replace(like, **values)  # type: ignore[type-var]
