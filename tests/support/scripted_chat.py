@@ -9,7 +9,7 @@ STOP = 0
 
 
 class ScriptedModel:
-    """Each reply is a list of rounds; a round is text. A reply that does not end on its own stops at a limit.
+    """Each reply is a list of rounds; a round is text or tokens. A reply that does not end on its own stops at a limit.
 
     `prompts` and `params` are what was asked; `running` is how many streams were neither finished nor closed.
     """
@@ -29,14 +29,14 @@ class ScriptedModel:
         try:
             for text in self.replies.pop(0):
                 room = params.max_new_tokens - len(output.token_ids)
-                tokens = [ord(c) for c in text][:room]
+                tokens = [c if isinstance(c, int) else ord(c) for c in text][:room]
                 output.token_ids += tokens
                 output.rounds.append(RoundRecord(8, 8, len(tokens) - 1, len(tokens), 1, 2.0, {"verify": 0.5}))
-                if STOP in tokens:
+                if set(params.stop_token_ids) & set(tokens):
                     output.finish_reason = "stop"
                 elif len(tokens) == room:
                     output.finish_reason = "length"
-                yield StreamEvent(0, text, tokens, output)
+                yield StreamEvent(0, "", tokens, output)
                 if output.finish_reason is not None:
                     return
             output.finish_reason, output.error = "error", self.error
