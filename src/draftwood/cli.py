@@ -21,7 +21,7 @@ from rich.table import Table
 
 from draftwood.bench.cli import app as bench_app
 from draftwood.chat.cli import chat
-from draftwood.config import MAX_SLOTS, Mode
+from draftwood.config import Mode, parse_budget
 from draftwood.doctor import doctor
 from draftwood.training.cli import app as train_app
 
@@ -86,7 +86,7 @@ def generate(
             min_p=min_p,
             seed=_seed(seed, temperature, compare),
         )
-        settings: dict[str, Any] = {"mode": mode, "budget": _budget(budget), "max_batch": 1}
+        settings: dict[str, Any] = {"mode": mode, "budget": parse_budget(budget), "max_batch": 1}
         with stderr.status("loading the model"):
             llm = LLM(
                 model,
@@ -145,14 +145,6 @@ def _errors_named() -> Iterator[None]:
 
 app.command()(_errors_named()(chat))
 app.command()(_errors_named()(doctor))
-
-
-def _budget(text: str) -> int | str:
-    if text == "auto":
-        return text
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_SLOTS:
-        raise ValueError(f'budget: expected "auto" or 1 to {MAX_SLOTS} slots, got "{text}"')
-    return int(text)
 
 
 def _check_writable(path: Path) -> None:

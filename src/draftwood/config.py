@@ -15,6 +15,15 @@ Budget = Annotated[int, Field(strict=True, ge=1, le=MAX_SLOTS)] | Literal["auto"
 """Slots per tree, root included, or "auto": what pays, by measured cost and observed acceptance."""
 
 
+def parse_budget(text: str) -> int | Literal["auto"]:
+    """A budget as written on a command line. Raises ValueError."""
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_SLOTS:
+        raise ValueError(f'budget: expected "auto" or 1 to {MAX_SLOTS} slots, got "{text}"')
+    return int(text)
+
+
 class EngineConfig(BaseModel):
     """How an engine runs; the models bring everything else."""
 

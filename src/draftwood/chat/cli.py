@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from draftwood.config import Mode
+from draftwood.config import Mode, parse_budget
 
 if TYPE_CHECKING:
     from draftwood.chat.layout import Layout
@@ -57,7 +57,7 @@ def chat(
     )
     layout = _layout(folder, raw)
     with Console(stderr=True).status("loading the model"):
-        settings: dict[str, Any] = {"mode": mode, "budget": budget, "max_context": max_context}
+        settings: dict[str, Any] = {"mode": mode, "budget": parse_budget(budget), "max_context": max_context}
         llm = _load(model, drafter, dtype=dtype, device=device, **settings)
     session = Session(llm, layout, params, thinking=thinking)
     if system is not None:
