@@ -62,7 +62,7 @@ def chat(
     session = Session(llm, layout, params, thinking=thinking)
     if system is not None:
         session.conversation.set_system(system)
-    _talk(session, folder)
+    _talk(session, "the bundled model" if model is None else str(model))
 
 
 def _layout(folder: Path, raw: bool) -> Layout:
@@ -91,7 +91,7 @@ def _load(model: Path | None, drafter: Path | None, **settings: Any) -> LLM:
     return llm
 
 
-def _talk(session: Session, folder: Path) -> None:
+def _talk(session: Session, name: str) -> None:
     from draftwood.chat.repl import Repl
     from draftwood.chat.screen import Pipe, Terminal, history_file, line_history, wants_colours
 
@@ -100,6 +100,6 @@ def _talk(session: Session, folder: Path) -> None:
         return
     screen = Terminal(colours=wants_colours())
     does = "continues what you type" if session.layout.continues else "answers"
-    screen.say(f"{folder.name} {does}; `/help` lists commands, Ctrl-D leaves")
+    screen.say(f"{name} {does}; `/help` lists commands, Ctrl-D leaves")
     with line_history(history_file(), screen.say):
         Repl(session, screen).run()

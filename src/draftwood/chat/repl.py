@@ -67,6 +67,9 @@ class Repl:
         while not self.leaving:
             try:
                 self._step()
+            except KeyboardInterrupt:  # what was typed is thrown away, as in a shell
+                if not self.screen.interactive:
+                    raise
             except (ValueError, OSError, OutOfPagesError) as e:
                 if not self.screen.interactive or isinstance(e, BrokenPipeError):
                     raise
@@ -94,10 +97,6 @@ class Repl:
         except EOFError:
             self.leaving = True
             return
-        except KeyboardInterrupt:  # what was typed is thrown away, as in a shell
-            if self.screen.interactive:
-                return
-            raise
         command = None if entry.fenced else commands.parse(entry.text)
         if command is not None:
             commands.run(self, *command)

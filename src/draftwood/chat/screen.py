@@ -174,7 +174,7 @@ def line_history(path: Path, warn: Callable[[str], None]) -> Iterator[None]:
 
 
 class Interrupt:
-    """While entered, Ctrl-C asks the reply to stop once the model's pass under way has ended; the third one leaves.
+    """While entered, Ctrl-C asks the reply to stop once the model's pass under way has ended; the third one leaves the program.
 
     An exception in the midst of a pass could leave pages or ranks of the engine in disorder, so there is none before.
     """
@@ -198,4 +198,4 @@ class Interrupt:
         if self._presses == 2:
             os.write(2, b"\nstopping after this pass of the model; Ctrl-C once more leaves\n")
         elif self._presses > 2:
-            raise KeyboardInterrupt
+            raise SystemExit(130)
