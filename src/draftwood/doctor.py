@@ -41,7 +41,10 @@ def doctor(
     max_context: Annotated[int | None, typer.Option(help="Tokens per request, as for the engine.")] = None,
     max_budget: Annotated[int | None, typer.Option(help="Slots per tree, as for the engine.")] = None,
     expert_parallel: Annotated[
-        bool, typer.Option("--expert-parallel", help="Whole experts per GPU, not columns of each.")
+        bool,
+        typer.Option(
+            "--expert-parallel", help="Count whole experts per GPU; the engine shares columns of each."
+        ),
     ] = False,
 ) -> None:
     """Say what this machine has and which kernels it would use; with --model, whether that model fits."""

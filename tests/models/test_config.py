@@ -9,95 +9,9 @@ import pytest
 from draftwood.models.config import TargetConfig
 from draftwood.models.drafter_config import DrafterConfig, LayerAttention
 from draftwood.models.errors import ModelError
+from support.kimi_configs import KIMI, KIMI_DRAFTER, KIMI_K26_DRAFTER, KIMI_TEXT
 from support.tiny import DRAFTER, TARGET
 
-# Kimi K2.6's own numbers, without its quantization block.
-KIMI_TEXT = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "aux_loss_alpha": 0.001,
-    "bad_words_ids": None,
-    "bos_token_id": 163584,
-    "eos_token_id": 163586,
-    "ep_size": 1,
-    "first_k_dense_replace": 1,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "id2label": {"0": "LABEL_0"},
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 262144,
-    "model_type": "kimi_k2",
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 1,
-    "n_routed_experts": 384,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 64,
-    "num_nextn_predict_layers": 0,
-    "pad_token_id": 163839,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 64.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 50000.0,
-    "routed_scaling_factor": 2.827,
-    "scoring_func": "sigmoid",
-    "seq_aux": True,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "use_cache": True,
-    "v_head_dim": 128,
-    "vocab_size": 163840,
-}
-KIMI = {
-    "architectures": ["KimiK25ForConditionalGeneration"],
-    "auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"},
-    "bos_token_id": 163584,
-    "dtype": "bfloat16",
-    "eos_token_id": 163586,
-    "ignore_index": -100,
-    "media_placeholder_token_id": 163605,
-    "model_type": "kimi_k25",
-    "pad_token_id": 163839,
-    "text_config": KIMI_TEXT,
-    "tie_word_embeddings": False,
-    "use_unified_vision_chunk": True,
-    "video_placeholder": "<|kimi_k25_video_placeholder|>",
-    "vision_config": {"vt_hidden_size": 1152},
-}
-KIMI_DRAFTER = {
-    "architectures": ["DFlashDraftModel"],
-    "block_size": 8,
-    "dflash_config": {"mask_token_id": 163838},
-    "head_dim": 128,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "max_position_embeddings": 262144,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 6,
-    "num_key_value_heads": 8,
-    "num_target_layers": 61,
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": KIMI_TEXT["rope_scaling"],
-    "rope_theta": 50000.0,
-    "vocab_size": 163840,
-}
 FITTING = {"hidden_size": 24, "vocab_size": 40, "num_target_layers": 2}
 
 
@@ -226,13 +140,11 @@ def test_broken_files(tmp_path, text, message):
 
 def test_kimi_drafters(tmp_path):
     """K2.5 and K2.6 differ in how their configs spell YaRN, and so in the amplitude they get."""
-    deepseek = KIMI_DRAFTER["rope_scaling"] | {"type": "deepseek_yarn", "rope_theta": 5e4}
-    k26 = {k: v for k, v in KIMI_DRAFTER.items() if "rope" not in k} | {"rope_parameters": deepseek}
     (tmp_path / "target").mkdir()
     kimi = TargetConfig.from_folder(write(tmp_path / "target", KIMI))
     for values, rule, amplitude, reason in (
         (KIMI_DRAFTER, "factor", 1.41589, "Kimi-K2.5-DFlash"),
-        (k26, "ratio", 1.0, "the config's own numbers"),
+        (KIMI_K26_DRAFTER, "ratio", 1.0, "the config's own numbers"),
     ):
         c = DrafterConfig.from_folder(write(tmp_path, values))
         c.check_fits(kimi)

@@ -104,9 +104,9 @@ def footprint(
     drafter_lines: tuple[Line, ...] = ()
     if drafter is not None:
         specs = drafter_specs or (spec for spec in drafter_tensors(drafter) if not spec.optional)
-        drafter_lines = weight_lines(specs, layout, kept_whole(drafter, layout))
+        drafter_lines = weight_lines(specs, layout, shared=drafter.splits(layout.gpus))
     return Footprint(
-        target=weight_lines(target_specs or target_tensors(target), layout),
+        target=weight_lines(target_specs or target_tensors(target, one_expert=True), layout),
         drafter=drafter_lines,
         scratch=scratch_lines(target, drafter, engine, layout),
         estimates=estimate_lines(target, drafter, engine),
@@ -134,31 +134,18 @@ def check_divides(c: TargetConfig, layout: Layout) -> None:
         )
 
 
-def kept_whole(c: DrafterConfig, layout: Layout) -> frozenset[Split]:
-    """What of the drafter every GPU has, because it does not divide evenly."""
-    whole: set[Split] = set()
-    if c.num_key_value_heads % layout.gpus:
-        whole.add("kv heads")
-    if c.intermediate_size % layout.gpus:
-        whole.add("columns")
-    return frozenset(whole)
-
-
 def context_bytes(c: DrafterConfig, layout: Layout) -> int:
     """Drafter context per token and GPU: keys and values of every layer."""
-    heads = c.num_key_value_heads
-    local = heads if heads % layout.gpus else heads // layout.gpus
-    return 2 * c.num_hidden_layers * local * c.head_dim * layout.itemsize
+    heads = c.num_key_value_heads // (layout.gpus if c.splits(layout.gpus) else 1)
+    return 2 * c.num_hidden_layers * heads * c.head_dim * layout.itemsize
 
 
-def weight_lines(
-    specs: Iterable[TensorSpec], layout: Layout, whole: frozenset[Split] = frozenset()
-) -> tuple[Line, ...]:
-    """One line for each part and way of sharing, in the order in which they first come."""
+def weight_lines(specs: Iterable[TensorSpec], layout: Layout, *, shared: bool = True) -> tuple[Line, ...]:
+    """One line for each part and way of sharing, in the order in which they first come; unless `shared`, every GPU has all."""
     sums: dict[tuple[str, Split], list[int]] = {}
     for spec in specs:
         stored = spec.numel * SIZES[spec.dtype]
-        split: Split = "replicated" if spec.split in whole else spec.split
+        split: Split = spec.split if shared else "replicated"
         total = sums.setdefault((spec.part, split), [0, 0])
         total[0] += stored
         total[1] += _resident(spec, stored, split, layout)

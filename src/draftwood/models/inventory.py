@@ -22,7 +22,7 @@ from draftwood.models.int4_experts import SCALES
 from draftwood.models.weights import DTYPES, INDEX, Header, Rename, Weights, read_index
 
 Split = Literal["heads", "kv heads", "columns", "experts", "vocabulary", "replicated"]
-"""What ranks share a tensor by; `columns` are those of an MLP's inner width, `experts` either those of each or whole ones."""
+"""What ranks share a tensor by; `columns` are those of an inner width, `experts` either those of each or whole ones."""
 
 Memory = Literal["converted", "fp32", "as stored", "dropped"]
 """What becomes of it in memory: the engine's own type, fp32 whatever that is, the stored bytes, or nothing."""
@@ -37,14 +37,19 @@ class TensorSpec:
     memory: Memory = "converted"
     dtype: str = "BF16"  # in the files, under their own name for it; assumed until seen
     optional: bool = False  # only some exports have it
+    copies: int = 1  # tensors like this one: it stands for the same one of every expert
 
     @property
     def numel(self) -> int:
-        return prod(self.shape)
+        """Numbers in it and its copies."""
+        return prod(self.shape) * self.copies
 
 
-def target_tensors(c: TargetConfig) -> Iterator[TensorSpec]:
-    """The target's tensors, without the vision tower and MTP layers, which are not loaded."""
+def target_tensors(c: TargetConfig, *, one_expert: bool = False) -> Iterator[TensorSpec]:
+    """The target's tensors, without the vision tower and MTP layers, which are not loaded.
+
+    With `one_expert`, a layer's first routed expert stands for all of them.
+    """
     d = c.hidden_size
     yield TensorSpec("model.embed_tokens.weight", (c.vocab_size, d), "embedding", "vocabulary")
     for i in range(c.num_hidden_layers):
@@ -53,7 +58,7 @@ def target_tensors(c: TargetConfig) -> Iterator[TensorSpec]:
         yield TensorSpec(layer + "post_attention_layernorm.weight", (d,), "norms")
         yield from _mla(c, layer + "self_attn.")
         if c.is_moe(i):
-            yield from _moe(c, layer + "mlp.")
+            yield from _moe(c, layer + "mlp.", one_expert)
         else:
             yield from _mlp(layer + "mlp.", d, c.intermediate_size, "dense MLP")
     yield TensorSpec("model.norm.weight", (d,), "norms")
@@ -65,7 +70,7 @@ def drafter_tensors(c: DrafterConfig) -> Iterator[TensorSpec]:
     """The drafter's tensors."""
     d, hd = c.hidden_size, c.head_dim
     q, kv = c.num_attention_heads * hd, c.num_key_value_heads * hd
-    yield TensorSpec("fc.weight", (d, len(c.target_layer_ids) * d), "context projection")
+    yield TensorSpec("fc.weight", (d, len(c.target_layer_ids) * d), "context projection", "columns")
     yield TensorSpec("hidden_norm.weight", (d,), "norms")
     yield TensorSpec("norm.weight", (d,), "norms")
     yield TensorSpec("mask_embedding", (d,), "norms", optional=True)
@@ -143,14 +148,15 @@ def _mlp(prefix: str, d: int, inner: int, part: str, split: Split = "columns") -
     yield TensorSpec(prefix + "down_proj.weight", (d, inner), part, split)
 
 
-def _moe(c: TargetConfig, prefix: str) -> Iterator[TensorSpec]:
+def _moe(c: TargetConfig, prefix: str, one_expert: bool) -> Iterator[TensorSpec]:
     E, d, inner = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size
     yield TensorSpec(prefix + "gate.weight", (E, d), "router", memory="fp32")
     yield TensorSpec(prefix + "gate.e_score_correction_bias", (E,), "router", memory="fp32", dtype="F32")
     if c.n_shared_experts:
         yield from _mlp(prefix + "shared_experts.", d, inner * c.n_shared_experts, "shared experts")
-    for e in range(E):
+    for e in range(1 if one_expert else E):
         for weight in _mlp(f"{prefix}experts.{e}.", d, inner, "routed experts", "experts"):
+            weight = replace(weight, copies=E) if one_expert else weight
             yield from [weight] if c.quantization is None else _int4(weight)
 
 
