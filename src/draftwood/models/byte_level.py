@@ -27,6 +27,8 @@ class ByteLevelTokenizer(Tokenizer):
         for text, i in vocab.items():
             table[i] = added[i].content.encode() if i in added else token_bytes(text)
         control = {token.content: i for i, token in added.items() if token.special}
+        self._takes_left = {i for i, token in added.items() if token.lstrip}
+        self._takes_right = {i for i, token in added.items() if token.rstrip}
         super().__init__(table, control.values(), control, bos_token_id)
 
     @classmethod
@@ -50,11 +52,13 @@ class ByteLevelTokenizer(Tokenizer):
 
     def _encode(self, parts: Sequence[str | int]) -> list[int]:
         ids: list[int] = []
-        for part in parts:
+        for before, part, after in zip([None, *parts], parts, [*parts[1:], None], strict=False):
             if isinstance(part, int):
                 ids.append(part)
-            else:
-                ids += self._library.encode(part, add_special_tokens=False).ids
+                continue
+            text = part.lstrip() if before in self._takes_right else part
+            text = text.rstrip() if after in self._takes_left else text
+            ids += self._library.encode(text, add_special_tokens=False).ids
         return ids
 
 

@@ -79,7 +79,7 @@ class _Function:
         if isinstance(kind, list):
             if not set(kind) <= _UNION_MEMBERS:
                 raise ValueError(f"unknown type among {kind}")
-            return " | ".join(_NAMES.get(k, k) for k in kind)
+            return " | ".join(_NAMES.get(str(k), str(k)) for k in kind)
         if kind == "object":
             return self._object(schema, indent)
         if kind == "array":
@@ -107,7 +107,7 @@ class _Function:
                 else self._type(more, indent + _INDENT)
             )
             members.append(f"{indent}{_INDENT}[k: string]: {of}")
-        return _braced(members, indent) if members else "{}"
+        return _braced(members, indent)
 
     def _properties(
         self, schema: Mapping[str, Any], indent: str, key: Callable[[str], Any] | None = None
@@ -139,7 +139,7 @@ class _Function:
 
 
 def _braced(members: list[str], indent: str) -> str:
-    return "{\n" + ",\n".join(members) + f"\n{indent}}}"
+    return "{\n" + ",\n".join(members) + f"\n{indent}}}" if members else "{}"
 
 
 def _notes(schema: Any, indent: str) -> str:
@@ -159,8 +159,10 @@ def _comment(text: str, indent: str) -> str:
 
 
 def _enum(schema: Mapping[str, Any]) -> str:
-    kinds = schema.get("type", [])
-    kind = next((k for k in ([kinds] if isinstance(kinds, str) else kinds) if k != "null"), None)
+    kinds = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type", [])
+    if len(kinds) > 1 and not (len(kinds) == 2 and "null" in kinds):
+        raise ValueError(f"an enum of the types {kinds}")
+    kind = next((k for k in kinds if k != "null"), None)
     allowed = {"string": str, "number": int | float, "integer": int, "boolean": bool}.get(kind or "", object)
     for value in schema["enum"]:
         if value is not None and not isinstance(value, allowed):
