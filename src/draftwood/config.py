@@ -45,5 +45,9 @@ class EngineConfig(BaseModel):
     """Pages in the pool; None takes what max_batch requests of max_context tokens need."""
     prefill_chunk: int = Field(256, ge=1)
     """Prompt tokens per prefill pass."""
+    prefill_budget: int = Field(512, ge=1)
+    """Prompt tokens prefilled between two rounds, of all requests together."""
+    prefix_cache: bool = True
+    """Keep full pages of earlier requests, and let prompts that begin the same way use them."""
     noise_coupled: bool = True
     """At temperature > 0, rank draft candidates with the noise that the target's choice will use."""

@@ -72,8 +72,13 @@ class DFlashDrafting:
         self._where = self._where or (page_table, start)
         self._waiting.append(features)
 
+    def copy_page(self, source: int, target: int) -> None:
+        """Give page `target` the context of page `source`, what waits for either included."""
+        self.catch_up()
+        self.context.copy_page(source, target)
+
     def catch_up(self) -> None:
-        """Bring what waits into the context."""
+        """Bring what waits into the context; due before a page of the batch goes to another request."""
         if self._where is None:
             return
         features, (page_table, start) = torch.cat(self._waiting, 1), self._where

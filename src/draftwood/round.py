@@ -43,6 +43,12 @@ class Drafting(Protocol):
     ) -> None:
         """Learn features [B, N, F] of positions start[b] .. start[b] + count[b] - 1; rows past count are void."""
 
+    def catch_up(self) -> None:
+        """Write what `extend` may have put off; called before pages change hands."""
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Give page `target` what page `source` holds of the drafter's context."""
+
 
 @dataclass
 class RoundState:

@@ -60,14 +60,14 @@ def test_more_prompts_than_places_and_pages(folders):
     alone = [llm.generate([p], s)[0] for p, s in zip(PROMPTS, params, strict=True)]
     assert [o.token_ids for o in together] == [o.token_ids for o in alone]
     assert max(r.batch for o in together for r in o.rounds) > 1
-    llm.allocator.check_integrity([])
+    llm.cache.check_integrity([])
 
 
 def test_a_request_larger_than_the_pool_is_refused(folders):
     llm = LLM(*folders, page_size=16, n_pages=2)
     with pytest.raises(ValueError, match="needs 3 cache pages"):
         llm.generate([[3] * 30], SamplingParams(max_new_tokens=10))
-    llm.allocator.check_integrity([])
+    llm.cache.check_integrity([])
 
 
 def test_an_abandoned_stream_gives_its_pages_back(llm):
@@ -75,7 +75,7 @@ def test_an_abandoned_stream_gives_its_pages_back(llm):
     next(stream)
     assert llm.allocator.n_free < llm.allocator.n_pages
     stream.close()
-    llm.allocator.check_integrity([])
+    llm.cache.check_integrity([])
 
 
 def test_two_streams_of_one_engine_interleave(llm):
@@ -130,7 +130,7 @@ def test_nan_logits_end_their_request_and_no_other(llm, monkeypatch):
     assert "not finite" in outputs[1].error
     for i in (0, 2, 3, 4, 5):
         assert outputs[i].token_ids == want[i].token_ids
-    llm.allocator.check_integrity([])
+    llm.cache.check_integrity([])
 
 
 def test_nan_in_the_drafter_costs_speed_only(llm, monkeypatch):
@@ -183,7 +183,7 @@ def test_plain_rounds_enter_the_context_together(folders, monkeypatch, drafted):
     pattern = cycle(drafted)
     monkeypatch.setattr(BudgetController, "wants_draft", lambda self: next(pattern))
     params = SamplingParams(max_new_tokens=MOST_WAITING + 20, ignore_eos=True)
-    llm = LLM(*folders, dtype="float64", max_batch=1)
+    llm = LLM(*folders, dtype="float64", max_batch=1, prefix_cache=False)
     prompts = [[3, 4, 5], [7], [9, 9]]  # the pages of a finished request serve the next one
     outputs = llm.generate(prompts, params, budget="auto")
     text = [*prompts[-1], *outputs[-1].token_ids]

@@ -53,6 +53,12 @@ class ScriptedDrafting:
     def extend(self, features, page_table, start, count) -> None:
         assert features.shape[0] == len(start) == len(count)
 
+    def catch_up(self) -> None:
+        """It keeps no context."""
+
+    def copy_page(self, source: int, target: int) -> None:
+        """It keeps no context."""
+
 
 class Coverage:
     """What the accepted paths of traced outputs have shown."""

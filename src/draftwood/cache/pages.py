@@ -29,6 +29,10 @@ class PageAllocator:
     def n_free(self) -> int:
         return len(self._free)
 
+    def references(self, page: int) -> int:
+        """How many hold this page; 0 is free."""
+        return self._references[page]
+
     def take(self, n: int) -> list[int]:
         """n pages with one reference each; all or none. Raises `OutOfPagesError`."""
         if n > len(self._free):

@@ -19,6 +19,9 @@ class LatentPool:
     ) -> LatentPool:
         return cls(torch.zeros(layers, n_pages, page, width, dtype=dtype, device=device))
 
+    def copy_page(self, source: int, target: int) -> None:
+        self.pages[:, target] = self.pages[:, source]
+
 
 @dataclass(frozen=True)
 class DraftContext:
@@ -31,6 +34,9 @@ class DraftContext:
         cls, layers: int, n_pages: int, page: int, heads: int, width: int, *, dtype: torch.dtype, device: str
     ) -> DraftContext:
         return cls(torch.zeros(layers, 2, n_pages, page, heads, width, dtype=dtype, device=device))
+
+    def copy_page(self, source: int, target: int) -> None:
+        self.kv[:, :, target] = self.kv[:, :, source]
 
     @property
     def k_pages(self) -> torch.Tensor:  # [Ld, n_pages, page, Hkv, hd]

@@ -4,36 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from draftwood.engine.sampling_params import SamplingParams
+from draftwood.engine.row import Row
 from draftwood.kernels.sample.params import SampleParams
 from draftwood.kernels.tree_accept import Limits
 from draftwood.round import RoundState
-
-
-@dataclass(frozen=True)
-class Row:
-    """All that the device needs of a request to decode it from where it stands."""
-
-    prompt: list[int]
-    output: list[int]
-    """Tokens emitted so far; the newest of all tokens is the root."""
-    pages: list[int]
-    seed: int
-    params: SamplingParams
-    stop_ids: tuple[int, ...]
-
-    @property
-    def root(self) -> int:
-        return (self.output or self.prompt)[-1]
-
-    @property
-    def n_tokens(self) -> int:
-        return len(self.prompt) + len(self.output)
 
 
 def build_state(

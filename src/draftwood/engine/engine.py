@@ -1,24 +1,27 @@
-"""The engine: admits requests, prefills them, runs rounds, hands out what they emit.
+"""The engine: has the runner do what the scheduler decides, and hands out what requests emit.
 
-It sees requests and their pages, never tensors, text formats or files; the runner does what it decides. One step is one round.
+It sees requests and their pages, never tensors, text formats or files. A step is some prefill and one round.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from draftwood.cache.pages import OutOfPagesError, PageAllocator
+from draftwood.cache.pages import OutOfPagesError
+from draftwood.cache.prefix import PrefixCache
 from draftwood.engine.budget import BudgetController
 from draftwood.engine.outputs import RoundRecord, StreamEvent
 from draftwood.engine.request import Request
-from draftwood.engine.runner import RoundOutcome, Runner
+from draftwood.engine.runner import RoundOutcome, RowResult, Runner
+from draftwood.engine.scheduler import Copy, Prefill, Scheduler
 from draftwood.kernels.tree_accept import Done
 from draftwood.round import RoundPlan
 from draftwood.tree import DraftTree
+
+log = logging.getLogger(__name__)
 
 MAX_CANDIDATES = 32
 """Candidates per depth at most; siblings past this rank practically never pay."""
@@ -50,100 +53,133 @@ PLAIN = Speculation(1, 0, 1)
 
 
 class Engine:
-    """Runs requests in one mode. Rounds are shared by all running requests; a joining one is prefilled first."""
+    """Runs requests in one mode, all of them together; new ones may come and old ones go between any two steps.
+
+    Not thread-safe: one thread at a time may call `add`, `cancel`, `step` and `abort`. Several engines may take turns on
+    one `cache`; each can only make room among its own requests.
+    """
 
     def __init__(
         self,
         runner: Runner,
         speculation: Speculation,
-        allocator: PageAllocator,
+        cache: PrefixCache,
         *,
         max_batch: int,
         prefill_chunk: int,
+        prefill_budget: int,
         trace: bool = False,
     ) -> None:
-        self.runner, self.speculation, self.allocator = runner, speculation, allocator
-        self.page_size, self.max_context = runner.page_size, runner.max_context
-        self.max_batch, self.prefill_chunk, self.trace = max_batch, prefill_chunk, trace
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []
-        self._changed = True  # the runner has not been told of `running` as it is now
+        self.runner, self.speculation, self.cache, self.trace = runner, speculation, cache, trace
+        self.scheduler = Scheduler(
+            cache,
+            "plain" if runner.stages.drafting is None else "drafted",
+            max_batch=max_batch,
+            max_context=runner.max_context,
+            lookahead=2 * (speculation.depth + 1),
+            chunk=prefill_chunk,
+            budget=prefill_budget,
+        )
+        self._tables: list[
+            tuple[list[int], int]
+        ] = []  # of the runner's rows: a request's pages, and how many it has
+        self._in_step = False
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises ValueError if it could never run."""
-        if request.n_tokens >= self.max_context:
+        """Queue a request, with its further samples. Raises ValueError if it could never run."""
+        limit = self.scheduler.max_context
+        if request.n_tokens >= limit:
             raise ValueError(
-                f"prompt {request.index} has {request.n_tokens} tokens; the context holds {self.max_context}, "
+                f"prompt {request.index} has {request.n_tokens} tokens; the context holds {limit}, "
                 "of which at least one is for the output"
             )
-        n_pages = self._pages_needed(request)
-        if n_pages > self.allocator.n_pages:
+        n_pages, pool = self.scheduler.pages_at_most(request), self.cache.allocator.n_pages
+        if n_pages > pool:
             raise ValueError(
-                f"prompt {request.index} needs {n_pages} cache pages with its max_new_tokens; "
-                f"the pool has {self.allocator.n_pages}"
+                f"prompt {request.index} needs {n_pages} cache pages with its max_new_tokens; the pool has {pool}"
             )
-        self.waiting.append(request)
+        self.scheduler.add(request)
+
+    def cancel(self, request: Request) -> None:
+        """End a request wherever it stands, unless it has ended; its pages are free at once.
+
+        Its other samples go on. No event tells of it.
+        """
+        if not request.finished:
+            request.output.finish_reason = "cancelled"
+            self.scheduler.leave(request)
 
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.scheduler.waiting or self.scheduler.active)
 
     def step(self) -> list[StreamEvent]:
-        """Admit what fits, then run one round for all running requests."""
-        self._admit()
-        if not self.running:
+        """Admit what fits, prefill some, run one round for all requests that are ready for it.
+
+        Returns an event for each of these; none if all are still being prefilled.
+        Raises `OutOfPagesError` if nothing can be done since other engines hold the pages. After any error, `abort`.
+        """
+        self._in_step = True
+        step = self.scheduler.step()
+        if not step.work and not step.batch:
             raise OutOfPagesError(
-                f"no request can be admitted: {self.allocator.n_free} of {self.allocator.n_pages} pages are free"
+                f"no request can be admitted: {self.cache.n_available} of "
+                f"{self.cache.allocator.n_pages} pages are free"
             )
-        if self._changed:
-            self.runner.begin([request.row() for request in self.running])
-            self._changed = False
-        plan = self._plan()
-        outcome = self.runner.round(plan, trace=self.trace)
-        self._learn(plan, outcome)
-        events = self._deliver(outcome)
-        self._retire()
+        for work in step.work:
+            if isinstance(work, Copy):
+                self.runner.copy_page(work.source, work.target)
+            else:
+                self._prefill(work)
+        events = self._round(step.batch) if step.batch else []
+        self._in_step = False
         return events
 
     def abort(self) -> None:
-        """Drop every request and give their pages back."""
-        self._release(self.running)
-        self.waiting.clear()
-        self.running, self._changed = [], True
+        """Cancel every request. After an error in a step, nothing that they hold is reused."""
+        for request in self.scheduler.requests():
+            request.output.finish_reason = "cancelled"
+            self.scheduler.leave(request, sound=not self._in_step)
+        self._in_step = False
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every page is free or owned by a running request."""
-        self.allocator.check_integrity(request.pages for request in self.running)
+        """Raise AssertionError unless every page is free, cached, or a running request's, and counted right."""
+        self.cache.check_integrity(request.pages for request in self.scheduler.active)
 
-    # admission
-
-    def _pages_needed(self, request: Request) -> int:
-        """Pages for all positions the request can ever commit: every token but the last."""
-        tokens = min(len(request.output.prompt_token_ids) + request.params.max_new_tokens, self.max_context)
-        return -(-(tokens - 1) // self.page_size)
-
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.max_batch:
-            request = self.waiting[0]
-            n_pages = self._pages_needed(request)
-            if n_pages > self.allocator.n_free:
-                break
-            self.waiting.popleft()
-            request.pages = self.allocator.take(n_pages)
-            self.running.append(request)
-            self._changed = True
-            if self.speculation.controller is not None:
-                self.speculation.controller.restart()
-            started = time.perf_counter()
-            self._prefill(request)
-            request.output.prefill_seconds = time.perf_counter() - started
-
-    def _prefill(self, request: Request) -> None:
-        """Fill pages and drafter context with all prompt tokens but the last, which is the first root."""
-        tokens = request.output.prompt_token_ids[:-1]
-        for start in range(0, len(tokens), self.prefill_chunk):
-            self.runner.prefill(tokens[start : start + self.prefill_chunk], start, request.pages)
+    def _prefill(self, work: Prefill) -> None:
+        request, started = work.request, time.perf_counter()
+        self.runner.prefill(request.tokens(work.start, work.stop), work.start, request.pages)
+        request.output.prefill_seconds += time.perf_counter() - started
 
     # rounds
+
+    def _round(self, batch: list[Request]) -> list[StreamEvent]:
+        self._show(batch)
+        plan = self._plan()
+        outcome = self.runner.round(plan, trace=self.trace)
+        self._learn(plan, outcome)
+        return [
+            self._deliver(request, row, outcome) for request, row in zip(batch, outcome.rows, strict=True)
+        ]
+
+    def _show(self, batch: list[Request]) -> None:
+        """Let the runner know the batch: all of it if a request came or went, else the pages that are new."""
+        known = self._tables
+        self._tables = [(request.pages, len(request.pages)) for request in batch]
+        if len(known) == len(batch) and all(
+            a is b for (a, _), (b, _) in zip(known, self._tables, strict=True)
+        ):
+            grown = [
+                (row, column, page)
+                for row, (pages, n) in enumerate(known)
+                for column, page in enumerate(pages[n:], n)
+            ]
+            if grown:
+                self.runner.set_pages(grown)
+            return
+        controller = self.speculation.controller
+        if controller is not None and not all(request.output.rounds for request in batch):
+            controller.restart()
+        self.runner.begin([request.row() for request in batch])
 
     def _plan(self) -> RoundPlan:
         s = self.speculation
@@ -154,21 +190,28 @@ class Engine:
         depth, slots = s.controller.plan(s.slots)
         return RoundPlan(slots, depth, min(s.top_k, slots - 1), prune=partial(_prune, s.controller, depth))
 
-    def _deliver(self, outcome: RoundOutcome) -> list[StreamEvent]:
-        events = []
-        for request, row in zip(self.running, outcome.rows, strict=True):
-            record = RoundRecord(
-                slots=row.slots,
-                padded_slots=outcome.padded_slots,
-                accepted=len(row.emitted) - (row.done != Done.FAILED),
-                emitted=len(row.emitted),
-                batch=len(outcome.rows),
-                expected=row.expected,
-                seconds=outcome.seconds,
-                trace=row.trace,
-            )
-            events.append(request.push(row.emitted, row.done, record, row.logprobs))
-        return events
+    def _deliver(self, request: Request, row: RowResult, outcome: RoundOutcome) -> StreamEvent:
+        record = RoundRecord(
+            slots=row.slots,
+            padded_slots=outcome.padded_slots,
+            accepted=len(row.emitted) - (row.done != Done.FAILED),
+            emitted=len(row.emitted),
+            batch=len(outcome.rows),
+            expected=row.expected,
+            seconds=outcome.seconds,
+            trace=row.trace,
+        )
+        try:
+            event = request.push(row.emitted, row.done, record, row.logprobs)
+        except Exception as e:  # whatever its text stumbles over is no reason for others to end
+            log.exception("prompt %d, sample %d", request.index, request.output.sample)
+            event = request.fail(f"its tokens could not be made text: {type(e).__name__}: {e}")
+        else:
+            if row.done != Done.FAILED:
+                self.scheduler.advance(request)
+        if request.finished:
+            self.scheduler.leave(request, sound=row.done != Done.FAILED)
+        return event
 
     def _learn(self, plan: RoundPlan, outcome: RoundOutcome) -> None:
         """Tell the budget controller what the round cost and what was accepted; rows cut short teach nothing."""
@@ -181,18 +224,6 @@ class Engine:
             accepted = sum(len(row.emitted) - 1 for row in going)
             promised = sum(row.expected - 1 for row in going)
             controller.observe_draft(promised, accepted, plan.depth, outcome.seconds)
-
-    def _retire(self) -> None:
-        finished = [r for r in self.running if r.finished]
-        if finished:
-            self._release(finished)
-            self.running = [r for r in self.running if not r.finished]
-            self._changed = True
-
-    def _release(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self.allocator.release(request.pages)
-            request.pages = []
 
 
 def _prune(controller: BudgetController, depth: int, tree: DraftTree) -> DraftTree:

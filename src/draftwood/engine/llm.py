@@ -6,8 +6,6 @@ LLM().generate(["def fibonacci(n):"], SamplingParams(max_new_tokens=64))
 
 from __future__ import annotations
 
-import operator
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,16 @@ import torch
 from draftwood import bundled
 from draftwood.cache.pages import PageAllocator
 from draftwood.cache.pools import DraftContext, LatentPool
+from draftwood.cache.prefix import PrefixCache
 from draftwood.config import Budget, EngineConfig, Mode
 from draftwood.drafting import DFlashDrafting
 from draftwood.engine.budget import BudgetController, CostTable
 from draftwood.engine.engine import PLAIN, Engine, Speculation
+from draftwood.engine.intake import Prompt, make_request, make_requests
 from draftwood.engine.outputs import RequestOutput, StreamEvent
 from draftwood.engine.request import Request
 from draftwood.engine.runner import Runner
-from draftwood.engine.sampling_params import MAX_SEED, SamplingParams
-from draftwood.engine.stops import StopStrings
+from draftwood.engine.sampling_params import SamplingParams
 from draftwood.kernels import load_kernels
 from draftwood.models.config import InnerNormEps
 from draftwood.models.drafter import Drafter
@@ -33,11 +32,9 @@ from draftwood.models.folder import resolve
 from draftwood.models.layers import pack
 from draftwood.models.rope import YarnRule
 from draftwood.models.target import Target
-from draftwood.models.tokenizer import StreamDecoder, Tokenizer
+from draftwood.models.tokenizer import Tokenizer
 from draftwood.round import Drafting, RoundPlan, Stages
 from draftwood.scores import ScoreRule
-
-Prompt = str | Sequence[int]
 
 TIMED_ROWS = (1, 2, 4, 6, 7, 8, 12, 13, 16, 18, 24, 32, 48, 64, 96, 128)
 """Sizes of the passes timed for budget "auto": closer where products have steps, every 6 rows on some CPUs."""
@@ -91,6 +88,7 @@ class LLM:
         self.max_context = self._max_context()
         pages_per_request = -(-self.max_context // self.config.page_size)
         self.allocator = PageAllocator(self.config.n_pages or self.config.max_batch * pages_per_request)
+        self.cache = PrefixCache(self.allocator, self.config.page_size, enabled=self.config.prefix_cache)
         self.latents = LatentPool.allocate(
             self.target.config.num_hidden_layers,
             self.allocator.n_pages,
@@ -114,10 +112,10 @@ class LLM:
         trace: bool = False,
     ) -> list[RequestOutput]:
         """Outputs in the order of the prompts; arguments as for `stream`."""
-        outputs: dict[int, RequestOutput] = {}
-        for event in self.stream(prompts, params, mode=mode, budget=budget, trace=trace):
-            outputs[event.index] = event.output
-        return [outputs[i] for i in sorted(outputs)]
+        requests = self._requests(prompts, params)
+        for _ in self._decode(self._filled_engine(requests, mode, budget, trace)):
+            pass
+        return [request.output for request in requests]
 
     def stream(
         self,
@@ -139,70 +137,56 @@ class LLM:
         Raises:
             ValueError: a prompt is empty or too long, or a parameter is wrong; at the call, before anything runs.
         """
+        return self._decode(self._filled_engine(self._requests(prompts, params), mode, budget, trace))
+
+    def engine(
+        self, *, mode: Mode | None = None, budget: Budget | None = None, trace: bool = False
+    ) -> Engine:
+        """An engine to be stepped by hand, as a server does: requests join and leave between any two steps.
+
+        engine = llm.engine()
+        engine.add(llm.request("import os", SamplingParams(n=2), index=7))
+        while engine.has_work():
+            for event in engine.step(): ...
+        """
         overrides = {k: v for k, v in (("mode", mode), ("budget", budget)) if v is not None}
         config = EngineConfig(**(self.config.model_dump() | overrides))
-        engine = self._engine(config.mode, config.budget, trace)
-        for request in self._requests(prompts, params):
-            engine.add(request)
-        return self._decode(engine)
+        return Engine(
+            self._runner(None if config.mode == "plain" else self.drafting),
+            self._speculation(config.mode, config.budget),
+            self.cache,
+            max_batch=config.max_batch,
+            prefill_chunk=config.prefill_chunk,
+            prefill_budget=config.prefill_budget,
+            trace=trace,
+        )
 
-    @torch.inference_mode()
+    def request(self, prompt: Prompt, params: SamplingParams | None = None, *, index: int = 0) -> Request:
+        """A request for `Engine.add`; its events carry `index`. With n > 1 it brings its `followers`, samples 1 to n - 1.
+
+        Raises ValueError naming what is wrong with the prompt or the parameters.
+        """
+        return make_request(prompt, params or SamplingParams(), index, self.tokenizer, self.target.config)
+
+    def _requests(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        return make_requests(prompts, params, self.tokenizer, self.target.config)
+
+    def _filled_engine(
+        self, requests: list[Request], mode: Mode | None, budget: Budget | None, trace: bool
+    ) -> Engine:
+        engine = self.engine(mode=mode, budget=budget, trace=trace)
+        for request in requests:
+            engine.add(request)
+        return engine
+
     def _decode(self, engine: Engine) -> Iterator[StreamEvent]:
         try:
             while engine.has_work():
                 yield from engine.step()
         finally:
             engine.abort()
-
-    def _requests(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Request]:
-        many = _as_list(prompts)
-        if params is not None and not isinstance(params, SamplingParams | Sequence):
-            raise ValueError(
-                f"params: expected SamplingParams or a sequence of them, got {type(params).__name__}"
-            )
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
-        if len(each) != len(many):
-            raise ValueError(f"params: {len(each)} given for {len(many)} prompts")
-        return [self._request(i, p, s) for i, (p, s) in enumerate(zip(many, each, strict=True))]
-
-    def _request(self, index: int, prompt: Prompt, params: SamplingParams) -> Request:
-        vocab = self.target.config.vocab_size
-        try:
-            ids = (
-                self.tokenizer.encode(prompt)
-                if isinstance(prompt, str)
-                else [operator.index(t) for t in prompt]
-            )
-        except (TypeError, UnicodeEncodeError) as e:
-            raise ValueError(f"prompt {index}: expected text or a sequence of token ids: {e}") from e
-        if not ids:
-            raise ValueError(f"prompt {index} is empty; at least one token is needed")
-        for token in ids:
-            if not 0 <= token < vocab:
-                raise ValueError(f"prompt {index}: token id {token} is outside the vocabulary 0..{vocab - 1}")
-        params.check_tokens(vocab)
-        end = () if params.ignore_eos else self.target.config.eos_token_ids
-        seed = secrets.randbelow(MAX_SEED) if params.seed is None else params.seed
-        return Request(
-            index=index,
-            params=params,
-            stop_ids=tuple(dict.fromkeys((*params.stop_token_ids, *end))),
-            output=RequestOutput(ids, seed),
-            decoder=StreamDecoder(self.tokenizer),
-            stops=StopStrings(params.stop),
-        )
-
-    def _engine(self, mode: Mode, budget: Budget, trace: bool) -> Engine:
-        return Engine(
-            self._runner(None if mode == "plain" else self.drafting),
-            self._speculation(mode, budget),
-            self.allocator,
-            max_batch=self.config.max_batch,
-            prefill_chunk=self.config.prefill_chunk,
-            trace=trace,
-        )
 
     def _runner(self, drafting: Drafting | None) -> Runner:
         stages = Stages(self.target, self.latents, drafting, self.kernels, self.config.noise_coupled)
@@ -280,13 +264,6 @@ class LLM:
                 f"max_context: {self.config.max_context} is beyond the model's {limit} positions"
             )
         return self.config.max_context or limit
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    return [items] if items and not any(isinstance(i, str | Sequence) for i in items) else items
 
 
 def _device(device: str) -> str:

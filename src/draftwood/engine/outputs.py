@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "error", "cancelled"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,10 @@ class RoundRecord:
 
 @dataclass
 class RequestOutput:
-    """The result of one request; while streaming, the state so far."""
+    """The result of one request; while streaming, the state so far.
+
+    With n > 1 this is the first sample, and `outputs` lists all of them.
+    """
 
     prompt_token_ids: list[int]
     seed: int
@@ -64,6 +67,19 @@ class RequestOutput:
     logprobs: list[TokenLogprob] | None = None
     rounds: list[RoundRecord] = field(default_factory=list)
     prefill_seconds: float = 0.0
+    sample: int = 0
+    """Which of the n samples of its prompt this is."""
+    others: list[RequestOutput] = field(default_factory=list)
+    """Samples 1 .. n - 1; empty on those themselves."""
+    cached_tokens: int = 0
+    """Prompt tokens not prefilled: found in the prefix cache, or in the pages of the first sample."""
+    preemptions: int = 0
+    """How often it lost its pages to an older request and was prefilled again."""
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """All n samples, this one first."""
+        return [self, *self.others]
 
     @property
     def tokens_per_round(self) -> float:
@@ -90,6 +106,7 @@ class StreamEvent:
     """New text and tokens of one request; `output` is the request's full state so far."""
 
     index: int
+    """Of the prompt; `output.sample` tells the samples of one prompt apart."""
     text: str
     token_ids: list[int]
     output: RequestOutput

@@ -1,20 +1,23 @@
-"""One request on the host: its tokens, its text, its pages, and when it is finished."""
+"""One request on the host: its tokens, its text, and when it is finished."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from draftwood.engine.batch import Row
 from draftwood.engine.outputs import RequestOutput, RoundRecord, StreamEvent, TokenLogprob
+from draftwood.engine.row import Row
 from draftwood.engine.sampling_params import SamplingParams
 from draftwood.engine.stops import StopStrings
 from draftwood.kernels.tree_accept import Done
 from draftwood.models.tokenizer import StreamDecoder
 
 
-@dataclass
+@dataclass(eq=False, kw_only=True)
 class Request:
-    """The device state of a request is a function of this object, so a batch can be rebuilt at any time."""
+    """One sample of a prompt. Its newest token is the next root and in no page.
+
+    The device state of a request is a function of this object, so a batch can be rebuilt at any time.
+    """
 
     index: int
     params: SamplingParams
@@ -22,21 +25,49 @@ class Request:
     output: RequestOutput
     decoder: StreamDecoder
     stops: StopStrings
-    pages: list[int] = field(default_factory=list)
 
-    @property
-    def n_tokens(self) -> int:
-        return len(self.output.prompt_token_ids) + len(self.output.token_ids)
+    # The scheduler's account of it.
+    arrival: int = -1
+    """Its place in the order of `Scheduler.add`, kept over preemptions."""
+    pages: list[int] = field(default_factory=list)
+    """A new list at every placement; it grows with the text. Empty while the request waits."""
+    computed: int = 0
+    """Positions whose latents and drafter context the pages hold, once the step's work is done."""
+    proven: int = 0
+    """Those of them that a round has read and found sound: it chose a token after them."""
+    placements: int = 0
+    overtaken: int = 0
+    published: bool = False
+    """Whether its prompt's pages have been offered to the cache since it was placed."""
+    source: Request | None = None
+    """The first sample of its prompt, if it is a further one."""
+    followers: list[Request] = field(default_factory=list)
+    """Further samples of its prompt, which wait until it has been prefilled."""
 
     @property
     def finished(self) -> bool:
         return self.output.finish_reason is not None
 
+    @property
+    def n_tokens(self) -> int:
+        return len(self.output.prompt_token_ids) + len(self.output.token_ids)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Those at positions start .. stop - 1 of prompt and output."""
+        prompt, output = self.output.prompt_token_ids, self.output.token_ids
+        n = len(prompt)
+        return prompt[start:stop] + output[max(start - n, 0) : max(stop - n, 0)]
+
     def row(self) -> Row:
         """What the runner needs to decode it from here."""
         out = self.output
         return Row(
-            out.prompt_token_ids, list(out.token_ids), self.pages, out.seed, self.params, self.stop_ids
+            out.prompt_token_ids,
+            list(out.token_ids),
+            list(self.pages),
+            out.seed,
+            self.params,
+            self.stop_ids,
         )
 
     def push(
@@ -60,6 +91,11 @@ class Request:
         self._finish(done)
         out.text += text
         return StreamEvent(self.index, text, tokens[:taken], out)
+
+    def fail(self, error: str) -> StreamEvent:
+        """End with an error that is no fault of its tokens."""
+        self.output.finish_reason, self.output.error = "error", error
+        return StreamEvent(self.index, "", [], self.output)
 
     def _finish(self, done: Done) -> None:
         out = self.output

@@ -15,8 +15,9 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from draftwood.engine.batch import Row, build_state
+from draftwood.engine.batch import build_state
 from draftwood.engine.outputs import TokenLogprob, TracedTree
+from draftwood.engine.row import Row
 from draftwood.engine.sampling_params import SamplingParams
 from draftwood.kernels.tree_accept import Done
 from draftwood.models.target import TreeBatch
@@ -57,6 +58,7 @@ class Runner:
         self._rows: list[Row] = []
         self._state: RoundState | None = None
 
+    @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
         """Fill pages and drafter context at positions start, start + 1, ... of one request with these tokens.
 
@@ -77,11 +79,30 @@ class Runner:
             assert output.features is not None
             stages.drafting.extend(output.features, table, prefix, chain.n_slots)
 
+    @torch.inference_mode()
+    def copy_page(self, source: int, target: int) -> None:
+        """Give page `target` all that page `source` holds: latents and drafter context."""
+        self.stages.latents.copy_page(source, target)
+        if self.stages.drafting is not None:
+            self.stages.drafting.copy_page(source, target)
+
+    @torch.inference_mode()
     def begin(self, rows: Sequence[Row]) -> None:
         """Decode these rows from the next round on."""
+        if self.stages.drafting is not None:
+            self.stages.drafting.catch_up()  # while the pages of the rows before are theirs
         self._rows = list(rows)
         self._state = self._state_of(self._rows, max_pages=-(-self.max_context // self.page_size))
 
+    @torch.inference_mode()
+    def set_pages(self, entries: Sequence[tuple[int, int, int]]) -> None:
+        """Rows of the batch have got more pages: (row, column of its page table, page)."""
+        if self._state is None:
+            raise RuntimeError("no batch has begun")
+        rows, columns, pages = torch.tensor(entries, device=self.device).T
+        self._state.page_table[rows, columns] = pages.int()
+
+    @torch.inference_mode()
     def round(self, plan: RoundPlan, *, trace: bool = False) -> RoundOutcome:
         """Run one round and wait for its results; needs a `begin` before it."""
         if self._state is None:
@@ -92,6 +113,7 @@ class Runner:
             rows = self._to_host(result, trace)
         return RoundOutcome(rows, result.tree.T, timer.seconds)
 
+    @torch.inference_mode()
     def time_target(self, rows: int) -> float:
         """Seconds of a target pass over `rows` independent roots with an empty prefix."""
         stages = self.stages
@@ -105,6 +127,7 @@ class Runner:
 
         return self._best_of_three(run)
 
+    @torch.inference_mode()
     def time_draft(self, plan: RoundPlan) -> float:
         """Seconds of drafting and building as `plan` says, for one greedy request without a prefix."""
         row = Row([0], [], [], 0, SamplingParams(), ())

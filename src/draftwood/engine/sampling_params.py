@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from draftwood.kernels.noise.ref import philox4x32
 
 MAX_SEED = 2**63 - 1
 MAX_INT32 = 2**31 - 1
+MAX_WORD = 2**32 - 1
+MAX_SAMPLES = 128
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """The seed of each of the n samples of a request with this seed: sample 0 has the request's own.
+
+    The others take 63 bits of the generator behind all noise, at a counter that no noise uses.
+    """
+    if sample == 0:
+        return seed
+    counter, key = np.array([sample, 0, 0, 1]), np.array([seed & MAX_WORD, seed >> 32])
+    low, high, *_ = philox4x32(list(counter), list(key))
+    return (int(high) << 32 | int(low)) & MAX_SEED
 
 
 class SamplingParams(BaseModel):
@@ -18,6 +35,8 @@ class SamplingParams(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
+    """Samples of one prompt, which is prefilled once; see `sample_seed`."""
     max_new_tokens: int = Field(128, ge=1, le=MAX_INT32)
     temperature: float = Field(0.0, ge=0.0, le=1e3)
     """0 is greedy decoding; otherwise at least 0.001."""
