@@ -45,5 +45,9 @@ class EngineConfig(BaseModel):
     """Pages in the pool; None takes what max_batch requests of max_context tokens need."""
     prefill_chunk: int = Field(256, ge=1)
     """Prompt tokens per prefill pass."""
+    tp: int = Field(1, ge=1)
+    """Ranks that share the weights, one GPU each, or processes on a CPU."""
+    expert_parallel: bool = False
+    """With tp > 1: whole routed experts per rank, not a share of every expert."""
     noise_coupled: bool = True
     """At temperature > 0, rank draft candidates with the noise that the target's choice will use."""

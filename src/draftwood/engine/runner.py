@@ -116,7 +116,7 @@ class Runner:
             rows,
             max_pages=max_pages,
             max_context=self.max_context,
-            vocab_size=self.stages.target.config.vocab_size,
+            vocab_size=self.stages.target.slice.padded,
             device=self.device,
         )
 
@@ -194,9 +194,9 @@ def _logprobs(
         return [None] * len(wanted)
     path = result.accepted.path.clamp(min=0).long()
     rows = result.logits.gather(1, path[..., None].expand(-1, -1, result.logits.shape[-1]))  # [B, D + 1, V]
-    tokens = result.accepted.emitted.clamp(min=0).long()
-    chosen = rows.log_softmax(-1).gather(2, tokens[..., None])[..., 0].tolist()
-    lp, ids = (t.tolist() for t in stages.kernels.topk_logprobs(rows, min(max(most, 1), rows.shape[-1])))
+    chosen = stages.target.logprobs(rows, result.accepted.emitted.clamp(min=0)).tolist()
+    k = min(max(most, 1), stages.target.config.vocab_size)
+    lp, ids = (t.tolist() for t in stages.kernels.topk_logprobs(rows, k))
 
     def at(b: int, j: int, n: int) -> TokenLogprob:
         top = tuple(zip(ids[b][j][:n], lp[b][j][:n], strict=True))

@@ -47,6 +47,14 @@ class TargetOutput:
     )  # [B, T, len(taps) * d], residual stream after each tapped layer, in the order asked
 
 
+@dataclass(frozen=True)
+class SoftmaxPart:
+    """What a slice of the vocabulary adds to a log softmax."""
+
+    chosen: Tensor  # the chosen token's logit, -inf if it is in another slice
+    sum: Tensor  # logsumexp over the slice
+
+
 Attend = Callable[..., Tensor]
 """`verify_attn` of one pass, see `for_layers`."""
 
@@ -277,6 +285,16 @@ class Target(nn.Module):
         """[..., d], after the final norm -> [..., V] f32; of several ranks, this one's slice of the vocabulary."""
         logits: Tensor = self.head(hidden)
         return self.slice.filled(logits.float())
+
+    def logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """log softmax at tokens [...] i32 of `logits` [..., V], f32; the same on all ranks."""
+        if self.ranks.size == 1:
+            return logits.log_softmax(-1).gather(-1, tokens.long()[..., None])[..., 0]
+        row, inside = self.slice.row(tokens)
+        own = logits.gather(-1, row.long()[..., None])[..., 0].masked_fill(~inside, -torch.inf)
+        parts = self.ranks.gather(SoftmaxPart(own, logits.logsumexp(-1)))
+        chosen, sums = (torch.stack(x) for x in zip(*((p.chosen, p.sum) for p in parts), strict=True))
+        return chosen.amax(0) - sums.logsumexp(0)
 
 
 def own_name(name: str, config: TargetConfig) -> str | None:

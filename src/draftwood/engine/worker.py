@@ -1,0 +1,35 @@
+"""The main program of a started rank: builds the engine that its parent describes, and serves it.
+
+Building an engine with another rank than the first never returns, see `draftwood.engine.llm.LLM`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+
+POLL = 0.5
+"""Seconds between looks at whether the parent lives."""
+
+
+def main() -> None:
+    parent, build = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    try:
+        build()
+    except Exception:  # has been reported to the first rank, which raises it
+        sys.stdout.flush()
+        os._exit(1)  # at once, without waiting for the ranks that are lost with this one
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(POLL)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
