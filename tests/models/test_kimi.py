@@ -76,7 +76,7 @@ MIXED = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(text=MIXED)
 def test_any_text_as_the_oracle_has_it(text, tokenizer, oracle):
     ids = tokenizer.encode(text)
@@ -85,7 +85,7 @@ def test_any_text_as_the_oracle_has_it(text, tokenizer, oracle):
     assert all(0 <= i < BASE for i in ids)  # no special token, however spelt
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=MIXED, lengths=st.lists(st.integers(0, 3), max_size=60), special=st.booleans())
 @example(text="👩‍👩‍👧 é 中", lengths=[1] * 60, special=False)
 def test_streamed_text_is_whole_characters(text, lengths, special, tokenizer):
@@ -98,7 +98,7 @@ def test_streamed_text_is_whole_characters(text, lengths, special, tokenizer):
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(pieces=st.lists(st.lists(st.integers(0, VOCAB + 50), max_size=4), max_size=20), special=st.booleans())
 def test_streamed_ids_join_to_the_whole(pieces, special, tokenizer):
     """Any ids: broken UTF-8, special ones, reserved ones and ids past the vocabulary."""
