@@ -101,5 +101,13 @@ def _talk(session: Session, name: str) -> None:
     screen = Terminal(colours=wants_colours())
     does = "continues what you type" if session.layout.continues else "answers"
     screen.say(f"{name} {does}; `/help` lists commands, Ctrl-D leaves")
-    with line_history(history_file(), screen.say):
-        Repl(session, screen).run()
+    history = history_file()
+    with line_history(history, screen.say):
+        try:
+            Repl(session, screen).run()
+        except BaseException:
+            if session.conversation.n_turns:
+                rescued = history.with_name("chat_rescued.json")
+                session.conversation.save(rescued)
+                screen.say(f"the conversation so far is kept: `/load {rescued}`")
+            raise

@@ -174,9 +174,10 @@ def line_history(path: Path, warn: Callable[[str], None]) -> Iterator[None]:
 
 
 class Interrupt:
-    """While entered, Ctrl-C asks the reply to stop once the model's pass under way has ended; the third one leaves the program.
+    """While entered, Ctrl-C asks the reply to stop once the model's pass under way has ended; the third one leaves.
 
-    An exception in the midst of a pass could leave pages or ranks of the engine in disorder, so there is none before.
+    An exception in the midst of a pass could leave pages or ranks of the engine in disorder, so none is raised before,
+    and after one the program ends.
     """
 
     def __init__(self) -> None:
@@ -190,12 +191,14 @@ class Interrupt:
         self._before = signal.signal(signal.SIGINT, self._pressed)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         signal.signal(signal.SIGINT, self._before)
+        if kind is KeyboardInterrupt:
+            raise SystemExit(130)
 
     def _pressed(self, signum: int, frame: FrameType | None) -> None:
         self._presses += 1
         if self._presses == 2:
             os.write(2, b"\nstopping after this pass of the model; Ctrl-C once more leaves\n")
         elif self._presses > 2:
-            raise SystemExit(130)
+            raise KeyboardInterrupt
