@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from draftwood.config import EngineConfig
+from draftwood.drafting import MOST_WAITING
 from draftwood.models.config import TargetConfig
 from draftwood.models.drafter_config import DrafterConfig
 from draftwood.models.inventory import Split, TensorSpec, drafter_tensors, target_tensors
@@ -180,6 +181,11 @@ def scratch_lines(
         taps, drafted = len(drafter.target_layer_ids), B * (drafter.block_size - 1)
         lines += [
             Line("features", rows * taps * d * size, f"{rows} slots, {taps} layers"),
+            Line(
+                "features that wait",
+                B * MOST_WAITING * taps * d * size,
+                f"of {MOST_WAITING} rounds without a draft",
+            ),
             Line("draft logits", drafted * V * (4 + size), f"{drafted} rows of {V}"),
         ]
     return tuple(lines)
