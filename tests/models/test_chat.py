@@ -223,7 +223,7 @@ CALL = st.builds(
     HOSTILE, HOSTILE, HOSTILE,
 )  # fmt: skip
 MESSAGE = st.one_of(
-    st.builds(lambda role, c: {"role": role, "content": c}, st.sampled_from(["system", "user"]), HOSTILE),
+    st.builds(lambda role, c: {"role": role, "content": c}, st.sampled_from(["system", "user"]) | HOSTILE, HOSTILE),
     st.builds(lambda c, n: {"role": "user", "content": [{"type": "text", "text": c}], "name": n}, HOSTILE, HOSTILE),
     st.builds(
         lambda c, r, calls: {"role": "assistant", "content": c, "reasoning_content": r, "tool_calls": calls},
@@ -254,7 +254,7 @@ def test_nor_in_tools(name, description, key, chats):
     tools = [
         {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
     ]
-    for chat in (chats["template"], chats["kimi_k2"]):
+    for chat in (chats["template"], chats["kimi_k25"]):
         ids = chat.template.render([], tools=tools, add_generation_prompt=False)
         control = [i for i in ids if i in chat.oracle.control.values()]
         assert [chat.tokenizer.token_bytes(i, special=True).decode() for i in control] == [
@@ -269,7 +269,7 @@ def _with_template(source, miniature, folder, **config):
         file = folder / "tokenizer_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | config))
     if source is not None:
-        (folder / "chat_template.jinja").write_text(source)
+        (folder / "chat_template.jinja").write_bytes(source if isinstance(source, bytes) else source.encode())
     tokenizer = Tokenizer.from_folder(folder)
     return tokenizer, ChatTemplate.from_folder(folder, tokenizer)
 
@@ -345,6 +345,7 @@ def test_where_the_template_comes_from(miniature, tmp_path):
         ("{{ raise_exception('not today') }}", {}, r"chat_template\.jinja: .*not today"),
         ("{{ '<|' ~ 'im_end' ~ '|>' }}", {}, r"makes the token <\|im_end\|> out of pieces"),
         ("{{ messages[0].role.__class__.mro() }}", {}, r"unsafe"),
+        (b"\xff", {}, r"chat_template\.jinja: not UTF-8"),
         (None, {"chat_template": 3}, r"tokenizer_config\.json: key `chat_template`: expected a string"),
         (None, {"chat_template": [{"name": "a", "template": "b"}]}, r"a list with one named `default`"),
     ],
@@ -369,6 +370,7 @@ def test_conversations_that_are_wrong(chats):
         (["hi"], r"messages\[0\]: expected an object with a string `role`"),
         ([user, {"content": "hi"}], r"messages\[1\]: expected an object with a string `role`"),
         ([{"role": "user", "content": b"hi"}], "must be JSON data"),
+        ([{"role": "user", "content": "\ud83c"}], "must be JSON data: .*surrogates"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "image"),
     ):
         for chat in chats.values():
@@ -389,6 +391,8 @@ def test_conversations_that_are_wrong(chats):
     ):
         with pytest.raises(ChatError, match=message):
             chats["kimi_k2"].template.render(messages)
+    with pytest.raises(ChatError, match=r"tools\[1\]: expected an object, got 'f'"):
+        chats["kimi_k2"].template.render([user], tools=[TOOLS[0], "f"])
     with pytest.raises(ChatError, match="mood: the built-in chat layout has no such variable"):
         chats["kimi_k2"].template.render([user], mood="good")
     everything = "".join(map(chr, (c for block in PRIVATE_USE for c in block)))

@@ -204,7 +204,7 @@ def layout(
     parts = []
     if tools_text is not None:
         parts += turn("system", "tool_declare", tools_text)
-    if default_system is not None and messages and messages[0]["role"] != "system":
+    if default_system is not None and (not messages or messages[0]["role"] != "system"):
         parts += turn("system", "system", default_system)
     finals = [i for i, m in enumerate(messages) if m["role"] == "assistant" and not m.get("tool_calls")]
     for i, m in enumerate(messages):
