@@ -158,6 +158,7 @@ def test_the_third_ctrl_c_leaves(capfd):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+THOUGHT = "thought for 0.0 s, `/think show` shows it"
 PIECES = [
     Piece("reasoning", "hm"),
     Piece("content", "\n\n"),
@@ -171,11 +172,8 @@ PIECES = [
     [
         (True, True, "\x1b[2mhm\x1b[0m\n\nyes␛[2J!\n"),
         (False, True, "hm\n\nyes␛[2J!\n"),
-        (
-            True,
-            False,
-            "\x1b[2mthinking …\x1b[0m\r\x1b[K\x1b[2mthought for 0.0 s, `/think show` shows it\x1b[0m\n\nyes␛[2J!\n",
-        ),
+        (True, False, "\x1b[2mthinking …\x1b[0m\r\x1b[K\x1b[2m" + THOUGHT + "\x1b[0m\n\nyes␛[2J!\n"),
+        (False, False, "thinking … " + THOUGHT + "\n\nyes␛[2J!\n"),
     ],
 )
 def test_a_terminal_dims_or_folds_reasoning_and_is_not_driven_by_the_model(

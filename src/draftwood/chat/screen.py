@@ -101,13 +101,13 @@ class Terminal:
         try:
             for piece in pieces:
                 folded = piece.kind == "reasoning" and not reasoning
-                if piece.kind != kind and folded:
-                    folded_at = time.monotonic()
-                    self._write("thinking …", dim=True)
-                elif piece.kind != kind and kind is not None:
-                    self._next_part(folded_at)
-                    folded_at = 0.0
-                text = piece.text if kind in (None, piece.kind) else piece.text.lstrip("\n")
+                text = piece.text
+                if piece.kind != kind:
+                    if kind is not None:
+                        self._next_part(folded_at)
+                        text = text.lstrip("\n")
+                    folded_at = time.monotonic() if folded else 0.0
+                    self._write("thinking …" if folded else "", dim=True)
                 kind = piece.kind
                 if not folded:
                     self._write(text, dim=kind != "content")
@@ -118,8 +118,7 @@ class Terminal:
     def _next_part(self, folded_at: float) -> None:
         """Part reasoning from what comes after it."""
         if folded_at:
-            if self._colours:
-                sys.stdout.write("\r\x1b[K")
+            sys.stdout.write("\r\x1b[K" if self._colours else " ")
             seconds = time.monotonic() - folded_at
             self._write(f"thought for {seconds:.1f} s, `/think show` shows it", dim=True)
         self._write("\n" if self._at_start else "\n\n")
