@@ -30,6 +30,8 @@ Memory = Literal["converted", "fp32", "as stored", "dropped"]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
+    """One tensor; `shape` is the whole one's, as the files have it, whatever ranks share."""
+
     name: str
     shape: tuple[int, ...]
     part: str
