@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 
+from draftwood.engine.world import ReportedError
+
 POLL = 0.5
 """Seconds between looks at whether the parent lives."""
 
@@ -20,9 +22,11 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
         build()
-    except Exception:  # has been reported to the first rank, which raises it
+    except (SystemExit, ReportedError) as e:
         sys.stdout.flush()
-        os._exit(1)  # at once, without waiting for the ranks that are lost with this one
+        os._exit(
+            0 if isinstance(e, SystemExit) else 1
+        )  # at once: an interpreter takes a second to end in order
 
 
 def _end_with(parent: int) -> None:

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from draftwood.engine.processes import FAREWELL, LOCAL_RANK, RANK, SIZE, STORE, Processes
 from draftwood.models.shard import Shard
@@ -38,6 +40,10 @@ POLL = 0.05
 
 class RankError(RuntimeError):
     """Another rank is lost, and with it the engine; names the rank and says what became of it."""
+
+
+class ReportedError(RuntimeError):
+    """This rank has failed, and left word of it for the first."""
 
 
 class World:
@@ -64,17 +70,17 @@ class World:
             raise ValueError("tp: torch.distributed is in use in this process, by another engine perhaps")
         joined = RANK in os.environ and SIZE in os.environ
         if joined and int(os.environ[SIZE]) != size:
-            raise ValueError(f"tp: is {size}, but {os.environ[SIZE]} ranks were started")
+            raise ValueError(f"tp: {size} was asked for, but {os.environ[SIZE]} ranks were started")
         here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         if device == "cuda" and torch.cuda.device_count() < here:
             raise ValueError(f"tp: {here} ranks here need a GPU each; there are {torch.cuda.device_count()}")
         if joined:
-            rank, local = int(os.environ[RANK]), int(os.environ.get(LOCAL_RANK, 0))
+            rank, local = int(os.environ[RANK]), int(os.environ.get(LOCAL_RANK, "0"))
             world = cls(Ranks(Shard(rank, size)), _store(rank, size))
         else:
             local, threads = 0, max(1, torch.get_num_threads() // size)
             processes = Processes(size, build, threads)
-            world = cls(Ranks(Shard(0, size)), dist.FileStore(processes.store_file, size), processes)
+            world = cls(Ranks(Shard(0, size)), FileStore(processes.store_file, size), processes)
             torch.set_num_threads(threads)
         with world.together():
             world._meet(torch.device("cuda", local) if device == "cuda" else None)
@@ -119,8 +125,8 @@ class World:
     def together(self) -> Iterator[None]:
         """Around what every rank does: when it fails on one, the engine ends on all.
 
-        Raises `RankError` on the first rank if another was the first to fail. Ctrl-C waits until all are done, so
-        that it does not end the engine; a second one does not wait.
+        Raises `RankError` on the first rank if another was the first to fail, and `ReportedError` on the others.
+        Ctrl-C waits until all are done, so that it does not end the engine; a second one does not wait.
         """
         if self.ranks.size == 1:
             yield
@@ -135,7 +141,11 @@ class World:
             except SystemExit:
                 raise
             except BaseException as e:
-                lost = self._lost_rank(e) if self.is_first else self._report(e)
+                if not self.is_first:
+                    self._report(e)
+                    self._abandon()
+                    raise ReportedError(f"rank {self.ranks.shard.rank} has failed") from e
+                lost = self._lost_rank(e)
                 self._abandon()
                 if lost is not None:
                     raise lost from e
@@ -179,8 +189,7 @@ class World:
         while self._is_open:
             if self._processes.ended():
                 self._alarm = True
-                if dist.is_initialized():
-                    dist.group.WORLD.abort()
+                _abort()
                 return
             time.sleep(POLL)
 
@@ -190,8 +199,8 @@ class World:
         if self._processes is not None:
             self._processes.end(within=0.0)
             torch.set_num_threads(self._threads)
+        _abort()
         if dist.is_initialized():
-            dist.group.WORLD.abort()
             dist.destroy_process_group()
 
     def _report(self, e: BaseException) -> None:
@@ -230,9 +239,15 @@ class World:
 def _store(rank: int, size: int) -> Any:
     """Where ranks started by somebody else find each other."""
     if STORE in os.environ:
-        return dist.FileStore(os.environ[STORE], size)
-    store, _, _ = next(dist.rendezvous("env://", rank, size))
+        return FileStore(os.environ[STORE], size)
+    store, _, _ = next(rendezvous("env://", rank, size))
     return store
+
+
+def _abort() -> None:
+    """Let nobody in this process wait for other ranks any longer."""
+    if dist.group.WORLD is not None:
+        dist.group.WORLD.abort()
 
 
 def _is_lost_connection(e: BaseException) -> bool:
@@ -243,10 +258,11 @@ def _is_lost_connection(e: BaseException) -> bool:
 @contextlib.contextmanager
 def _interrupts_later() -> Iterator[None]:
     """Raise KeyboardInterrupt at the end of the block, or at once if it comes twice."""
-    if threading.current_thread() is not threading.main_thread():
+    previous = signal.getsignal(signal.SIGINT)
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or previous in (signal.SIG_IGN, None):  # only the main thread may set handlers
         yield
         return
-    previous = signal.getsignal(signal.SIGINT)
     pending: list[int] = []
 
     def remember(number: int, frame: Any) -> None:
