@@ -155,7 +155,7 @@ def _random(tensor: Stored, seed: int) -> Tensor:
     if tensor.value is not None:
         return torch.tensor(tensor.value, dtype=dtype)
     out = torch.empty(tensor.shape, dtype=dtype)
-    generator = torch.Generator().manual_seed(seed << 32 | zlib.crc32(tensor.name.encode()))
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {tensor.name}".encode()))
     if dtype == torch.int32:
         return out.random_(-(2**31), 2**31, generator=generator)
     name, per_root = tensor.name, tensor.shape[-1] ** -0.5

@@ -55,6 +55,7 @@ _SMALL: Config = {
     "qk_rope_head_dim": 32,
     "v_head_dim": 32,
     "n_routed_experts": 16,
+    "max_position_embeddings": 8192,  # caches are allocated for it
 }
 
 
@@ -218,7 +219,7 @@ def _check(kind: Family, sizes: Config) -> None:
     groups, per_token = kind.own["n_group"], 8
     least = max(per_token, 2 * groups)
     E = sizes["n_routed_experts"]
-    if not (E >= least and E % groups == 0 and E // groups * kind.own["topk_group"] >= per_token):
+    if least > E or E % groups or E // groups * kind.own["topk_group"] < per_token:
         raise ValueError(f"experts: expected at least {least} and a multiple of {groups}, got {E}")
     if sizes["num_hidden_layers"] < 2:
         raise ValueError(f"layers: expected at least 2, got {sizes['num_hidden_layers']}")

@@ -106,7 +106,9 @@ class Weights:
             view: Tensor = self._file(file).get_slice(key)[part] if part else self._file(file).get_tensor(key)
         except SafetensorError as e:
             raise ModelError(f"{header.where} cannot be read: {e}") from e
-        tensor = view.to(device=self.device, dtype=dtype or self.dtype).contiguous()
+        # A copy in any case: a view would keep the whole file mapped, and follow what happens to it.
+        tensor = view.to(device=self.device, dtype=dtype or self.dtype, copy=True).contiguous()
+        del view
         if name in self._unused:
             self._unused.discard(name)
             self._left[file] -= 1
