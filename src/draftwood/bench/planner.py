@@ -145,6 +145,8 @@ class Scheduler:
             if p.n and p.label != LOST:
                 p.label = None
                 p.judge(self.target, self.share_s)
+                if p.label == "ok" and p.n < min(self.min_visits, p.most):
+                    p.label = None  # sure of itself; what it is compared with needs more
         if self.min_visits < MIN_VALUES and visited(lot) >= self.min_visits:
             for p in lot:
                 p.close(self.target)

@@ -232,7 +232,7 @@ def compare_pairs(a: Sequence[float], b: Sequence[float]) -> Comparison:
     """
     if len(a) != len(b) or not len(a):
         raise ValueError(f"expected as many values on both sides, and some: {len(a)} and {len(b)}")
-    ratios = [x / y for x, y in zip(a, b, strict=True)]
+    ratios = [float(x / y) for x, y in zip(a, b, strict=True)]
     low, high = median_interval(ratios)
     p = sign_test(sum(r < 1 for r in ratios), sum(r > 1 for r in ratios))
     verdict = _verdict(low, high, p) if len(ratios) >= MIN_VALUES else "unclear"

@@ -166,7 +166,10 @@ class RandomWeights(Weights):
         if name.endswith("correction_bias"):
             return torch.zeros(shape, device=self.device)
         if name.endswith("embed_tokens.weight"):
-            self._embedding = self._noise(shape, self._loud)
+            rows = torch.nn.functional.normalize(
+                self._noise(shape, 1.0), dim=-1
+            )  # in place of long and short ones
+            self._embedding = rows * (self._loud * shape[-1] ** 0.5)
             return self._embedding
         if name == "lm_head.weight":
             assert self._embedding is not None
