@@ -15,10 +15,10 @@ from draftwood import bundled
 from draftwood.models.chat import ChatTemplate
 from draftwood.models.chat_jinja import PRIVATE_USE
 from draftwood.models.errors import ChatError, ModelError
-from draftwood.models.miniature_tokenizer import SPECIAL_TOKENS, write_tokenizer
+from draftwood.models.miniature_tokenizer import SPECIAL_TOKENS
 from draftwood.models.tokenizer import Tokenizer
 from draftwood.models.tool_types import tool_types
-from support.kimi import Oracle, layout, spelt
+from support.kimi import Oracle, layout, spelt, write_pairs
 
 TOOLS = [
     {
@@ -89,7 +89,7 @@ CONVERSATION = [
             for i, a in enumerate(['{"words":["é"]}', "{}"])
         ],
     },
-    {"role": "tool", "tool_call_id": "functions.look_up:0", "content": "found\n"},
+    {"role": "tool", "tool_call_id": "functions.look_up:0", "content": "\n\nfound\n"},
     {"role": "tool", "name": "look_up", "tool_call_id": "functions.look_up:1", "content": ""},
 ]
 
@@ -109,7 +109,7 @@ class Chat:
 @pytest.fixture(scope="module")
 def miniature(tmp_path_factory):
     folder = tmp_path_factory.mktemp("miniature")
-    write_tokenizer(folder, 1024, seed=0)
+    write_pairs(folder)  # so that ids show where texts meet
     return folder
 
 
@@ -153,7 +153,7 @@ def test_the_layout_spelt_out(chats):
         '<|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{"words":["é"]}<|tool_call_end|>'
         "<|tool_call_begin|>functions.look_up:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
         "<|tool_calls_section_end|><|im_end|>"
-        "<|im_system|>tool<|im_middle|>## Return of functions.look_up:0\nfound\n<|im_end|>"
+        "<|im_system|>tool<|im_middle|>## Return of functions.look_up:0\n\n\nfound\n<|im_end|>"
         "<|im_assistant|>assistant<|im_middle|><think></think>"
     )
 

@@ -14,13 +14,14 @@ from draftwood.models.errors import ModelError
 from draftwood.models.kimi import KimiTokenizer
 from draftwood.models.miniature_tokenizer import SPECIAL_TOKENS, write_tokenizer
 from draftwood.models.tokenizer import StreamDecoder, Tokenizer
-from support.kimi import Oracle, guard
+from support.kimi import Oracle, guard, write_pairs
 
 VOCAB = 2048
 BASE = VOCAB - 256
 
 TEXTS = [
     "Hello, world! Don't we'LL THEY'RE it'S iT'ſ 'twas 'S",
+    "ABC\u0301DEf A\u0308B\u0301c aB\u0301 ʰAʰB\u0301中 x\u0301\u0308Y",
     "HTTPServer getHTTPResponse fooBar FOO Bar_baz ÀÉîõ ǅabc ʰʰa",
     "北京大学和東京大学、한국어 ひらがなカタカナ々〇〡中a中1中",
     "𠮷野家 漢字kanji漢字 Ａｂｃ１２３",
@@ -56,10 +57,19 @@ def oracle(folder):
     return Oracle(folder)
 
 
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """The same in a vocabulary that shows every split."""
+    folder = tmp_path_factory.mktemp("pairs")
+    write_pairs(folder)
+    return Tokenizer.from_folder(folder), Oracle(folder)
+
+
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: repr(text[:12]))
-def test_texts_as_the_oracle_has_them(text, tokenizer, oracle):
+def test_texts_as_the_oracle_has_them(text, tokenizer, oracle, pairs):
     assert tokenizer.encode(text) == oracle.encode(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert pairs[0].encode(text) == pairs[1].encode(text)
 
 
 # Characters that this Python's Unicode tables know: newer ones have other classes in newer tables.
@@ -78,7 +88,8 @@ MIXED = st.lists(
 
 @settings(max_examples=250, deadline=None)
 @given(text=MIXED)
-def test_any_text_as_the_oracle_has_it(text, tokenizer, oracle):
+def test_any_text_as_the_oracle_has_it(text, tokenizer, oracle, pairs):
+    assert pairs[0].encode(text) == pairs[1].encode(text)
     ids = tokenizer.encode(text)
     assert ids == oracle.encode(text)
     assert tokenizer.decode(ids) == text
