@@ -49,14 +49,15 @@ class Progress:
         self.visit_s += (seconds - self.visit_s) / min(self.n, 4)
         self.width = half_width(self.values)
 
-    def judge(self, target: float, share_s: float = float("inf")) -> None:
-        """Stop when the target is reached, or cannot be reached within `share_s` seconds or the visits there can be."""
+    def judge(self, target: float, share_s: float = float("inf"), least: int = MIN_VALUES) -> None:
+        """Stop when the target is reached, with `least` visits, or cannot be reached within `share_s` or `most` visits."""
         narrow = self.n >= MIN_VALUES and self.width <= target
         self._hits = self._hits + 1 if narrow else 0
         spent = self.n >= self.most or (self.n >= MIN_VISITS and self.spent_s >= share_s)
-        if self._hits >= CONFIRMATIONS or spent:
+        sure = self._hits >= CONFIRMATIONS and self.n >= min(least, self.most)
+        if sure or spent:
             drifts = drift(self.values, target)[1]
-            if self._hits >= CONFIRMATIONS and not drifts:
+            if sure and not drifts:
                 self.label = "ok"
             elif spent:
                 self.label = "low_n" if self.n < MIN_VALUES else "drift" if drifts else "noisy"
@@ -144,9 +145,7 @@ class Scheduler:
         for p in lot:
             if p.n and p.label != LOST:
                 p.label = None
-                p.judge(self.target, self.share_s)
-                if p.label == "ok" and p.n < min(self.min_visits, p.most):
-                    p.label = None  # sure of itself; what it is compared with needs more
+                p.judge(self.target, self.share_s, self.min_visits)
         if self.min_visits < MIN_VALUES and visited(lot) >= self.min_visits:
             for p in lot:
                 p.close(self.target)
