@@ -38,6 +38,7 @@ from draftwood.models.layers import pack
 from draftwood.models.rope import YarnRule
 from draftwood.models.target import Target
 from draftwood.models.tokenizer import StreamDecoder, Tokenizer
+from draftwood.models.weights import Progress
 from draftwood.parallel import over_vocabulary
 from draftwood.round import Drafting, RoundPlan, Stages
 from draftwood.scores import ScoreRule
@@ -59,6 +60,7 @@ class LLM:
         kernels: implementation per kernel name, e.g. {"verify_attn": "torch"}; the rest is chosen for the device.
         inner_norm_eps: of the target, see `InnerNormEps`.
         yarn_rule: of the drafter, see `YarnRule`; None takes what `DrafterConfig.yarn_rule` decides.
+        progress: called with (bytes, bytes in all) while the target's tensors are read.
         settings: fields of `EngineConfig`.
 
     Raises:
@@ -81,6 +83,7 @@ class LLM:
         kernels: Mapping[str, str] | None = None,
         inner_norm_eps: InnerNormEps = "reference",
         yarn_rule: YarnRule | None = None,
+        progress: Progress | None = None,
         **settings: Any,
     ) -> None:
         again = partial(
@@ -105,6 +108,7 @@ class LLM:
         self.dtype = _dtype(dtype, self.device)
         self.world = World.open(self.config.tp, self.device, again)
         weakref.finalize(self, self.world.close)
+        self._progress = progress
         with self.world.together():
             self._load(model, drafter, kernels, inner_norm_eps, yarn_rule)
             self.world.wait_for_all()
@@ -311,8 +315,10 @@ class LLM:
             dtype=self.dtype,
             device=self.device,
             kernels=self.kernels,
+            progress=self._progress,
             inner_norm_eps=inner_norm_eps,
             ranks=self.world.ranks,
+            expert_parallel=self.config.expert_parallel,
         )
 
     def _load_drafter(self, folder: Path, yarn_rule: YarnRule | None) -> Drafting:
