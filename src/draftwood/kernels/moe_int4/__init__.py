@@ -25,6 +25,7 @@ def moe_int4(
     topk_group: int = 1,
     norm_topk_prob: bool = True,
     scaling: float = 1.0,
+    first_expert: int = 0,
     impl: str | None = None,
 ) -> Array:
     """Sum over each token's experts of weight * down(silu(gate(x)) * up(x)), as `moe` and with its routing.
@@ -42,6 +43,7 @@ def moe_int4(
         down_packed: [E, d, I / 8] i32.
         down_scale: [E, d, I / 32], as gate_up_scale.
         top_k, n_group, topk_group, norm_topk_prob, scaling: as for `moe`, whose `route` decides.
+        first_expert: as for `moe`; the four matrices may be those of some experts alone.
         impl: implementation name; None chooses by the type and device of `x`.
 
     Returns:
@@ -61,4 +63,5 @@ def moe_int4(
         topk_group=topk_group,
         norm_topk_prob=norm_topk_prob,
         scaling=scaling,
+        first_expert=first_expert,
     )
