@@ -32,7 +32,7 @@ TEXTS = [
     " a  b   c\t\td \n e\u00a0f\u3000g\u2003\u2003h\u2028i\x0bj\x0ck\x1cl\x85m ",
     "   \n\n   \n",
     "\r\n\r\n x",
-    "!!! ...\n\n--- ==\r\n /* */ <|im_end|> [EOS] <think></think>",
+    "!\n/!\r\n\n. !!! ...\n\n--- ==\r\n /* */ <|im_end|> [EOS] <think></think>",
     "a" * 1500 + " " * 1500 + "\n" * 300 + "中" * 700 + "!" * 900,
     "\x00\x01\ufeff\u200b\ufffd\U0010ffff\ue000",
     "",

@@ -70,7 +70,7 @@ def write_pairs(folder, seed=0):
     """A tokenizer whose tokens are pairs of bytes in random order, so that ids show where text was split."""
     write_tokenizer(folder, 512, seed)
     rng, text = random.Random(seed), [*range(0x20, 0x7F), 0x09, 0x0A, 0x0D]
-    pairs = {(a, b) for a in text for b in text} | {
+    pairs = {(a, b) for a in [*text, *range(0x80, 0xC0)] for b in text} | {
         (rng.randrange(256), rng.randrange(256)) for _ in range(8000)
     }
     base = [bytes([b]) for b in range(256)] + [bytes(pair) for pair in rng.sample(sorted(pairs), len(pairs))]
