@@ -39,7 +39,7 @@ def moe_int4(
         router: [E, d]; scores are computed in fp32 (f64 for f64 input).
         bias: [E] f32, added for the selection only.
         gate_up_packed: [E, 2 I, d / 8] i32, gate rows first, I a multiple of 32.
-        gate_up_scale: [E, 2 I, d / 32], x's dtype or f32.
+        gate_up_scale: [E, 2 I, d / 32], bf16, fp16 or f32 (f64 for f64 input), whatever x's dtype is.
         down_packed: [E, d, I / 8] i32.
         down_scale: [E, d, I / 32], as gate_up_scale.
         top_k, n_group, topk_group, norm_topk_prob, scaling: as for `moe`, whose `route` decides.
