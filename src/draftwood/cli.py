@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftwood.bench.cli import app as bench_app
+from draftwood.byte_bar import byte_bar
 from draftwood.chat.cli import chat
 from draftwood.config import Mode, parse_budget
 from draftwood.doctor import doctor
@@ -87,7 +88,7 @@ def generate(
             seed=_seed(seed, temperature, compare),
         )
         settings: dict[str, Any] = {"mode": mode, "budget": parse_budget(budget), "max_batch": 1}
-        with stderr.status("loading the model"):
+        with byte_bar("loading the model", stderr) as progress:
             llm = LLM(
                 model,
                 drafter,
@@ -95,9 +96,11 @@ def generate(
                 device=device,
                 yarn_rule=yarn_rule,
                 inner_norm_eps=inner_norm_eps,
+                progress=progress,
                 **settings,
             )
-            if compare:
+        if compare:
+            with stderr.status("warming up"):
                 _warm_up(llm, text)
         output = _run(llm, text, params, show=not as_json, trace=trace is not None)
         plain = llm.generate(text, params, mode="plain")[0] if compare else None

@@ -49,5 +49,9 @@ class EngineConfig(BaseModel):
     """Prompt tokens prefilled between two rounds, of all requests together."""
     prefix_cache: bool = True
     """Keep full pages of earlier requests, and let prompts that begin the same way use them."""
+    tp: int = Field(1, ge=1)
+    """Ranks that share the weights, one GPU each, or processes on a CPU."""
+    expert_parallel: bool = False
+    """With tp > 1: whole routed experts per rank, not a share of every expert."""
     noise_coupled: bool = True
     """At temperature > 0, rank draft candidates with the noise that the target's choice will use."""

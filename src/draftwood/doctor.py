@@ -150,7 +150,8 @@ def _fits(
     if engine.max_context is not None and engine.max_context > limit:
         raise ValueError(f"max_context: {engine.max_context} is beyond the model's {limit} positions")
     rename = partial(target_model.own_name, config=target)
-    target_specs, source = found(target_tensors(target), folder, rename)
+    with Console(stderr=True).status("reading the headers of the files"):  # seconds for 200,000 tensors
+        target_specs, source = found(target_tensors(target), folder, rename)
     console.print(f"target {folder}: {source}", markup=False)
     choices, draft, draft_specs = target.choices, None, None
     if drafter is not None:

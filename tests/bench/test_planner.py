@@ -132,3 +132,16 @@ def test_the_countdown_starts_with_the_process():
     clock = Countdown(30.0)
     assert clock.used() >= process_age() - 0.1
     assert clock.left() < 30 - clock.used()
+
+
+def test_no_more_visits_than_there_are_and_no_stop_before_the_least():
+    """Five visits are few; seven are sure of themselves, and stop only where there is no eighth."""
+    for most, label in ((5, "low_n"), (7, "ok"), (float("inf"), "ok")):
+        lot = [Progress("a", 0.01, most=most), Progress("b", 0.01, most=most)]
+        scheduler = Scheduler([lot], 0.1, 60.0, min_visits=8)
+        while scheduler.next(60.0) is not None:
+            for p in lot:
+                p.add([100.0 + p.n % 2], 0.01)
+            scheduler.judge(lot)
+        assert [p.n for p in lot] == [min(most, 8)] * 2
+        assert [p.label for p in lot] == [label] * 2

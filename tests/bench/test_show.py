@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 from draftwood.bench import planner, rows, store
 from draftwood.bench.catalog import Catalog, Selection, UsageError, select
-from draftwood.bench.cli import app, parse_seconds
+from draftwood.bench.cli import app
 from draftwood.bench.compare import compare_runs, is_regression, spread
+from draftwood.bench.options import parse_seconds
 from draftwood.bench.report import html
 from draftwood.bench.work import Ceilings, bound, is_suspect
 

@@ -14,6 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from draftwood.cli import app
+from draftwood.models.miniature import write_drafter, write_target
+from draftwood.models.miniature_config import drafter_config, target_config
 
 SECONDS = 200
 """To wait for what must come on a terminal, however slow the machine."""
@@ -40,6 +42,28 @@ def test_piped_lines_are_continued_on_stdout(tmp_path):
     assert saved[::2] == ["def f(x):", "import numpy as\nimport os"]
     assert result.stdout == saved[1] + "\n" + saved[3] + "\n"
     assert result.stderr.count("tokens/round") == 2
+
+
+def test_a_chat_with_a_model_of_kimi_k26_layout(tmp_path):
+    target, drafter, file = tmp_path / "target", tmp_path / "drafter", tmp_path / "c.json"
+    config = target_config("k2.6", layers=2)
+    write_target(target, config, shard_bytes=10**9, seed=0)
+    write_drafter(drafter, drafter_config("k2.6", config), shard_bytes=10**9, seed=0)
+    lines = ["hello", "/think show", "again", "/thinking off", "and now?", f"/save {file}"]
+    args = ["--model", str(target), "--drafter", str(drafter), "--system", "be brief", "--seed", "1"]
+    limits = ["--max-new-tokens", "8", "--max-context", "256", "--budget", "8"]
+    result = chat(*args, *limits, text="\n".join(lines))
+    assert result.exit_code == 0, result.output
+    system, *turns = json.loads(file.read_text())
+    assert system == {"role": "system", "content": "be brief"}
+    assert [t["content"] for t in turns[::2]] == ["hello", "again", "and now?"]
+    first, second, third = turns[1::2]
+    assert first["reasoning_content"]  # the layout opens with it
+    assert "reasoning_content" not in third
+    unfolded = "\n\n".join(filter(None, [second["reasoning_content"], second["content"]]))
+    folded = first["reasoning_content"] + "\n"
+    assert result.stdout == "".join(f"{text}\n" for text in (first["content"], unfolded, third["content"]))
+    assert folded in result.stderr  # `/think show` shows what was thought before
 
 
 @pytest.mark.parametrize(

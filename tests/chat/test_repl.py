@@ -9,7 +9,8 @@ import signal
 
 import pytest
 
-from draftwood.chat.conversation import ChatError
+from draftwood.chat.cli import _talk
+from draftwood.chat.conversation import ChatError, Conversation
 from draftwood.chat.layout import Piece
 from draftwood.chat.repl import Entry, Repl, read_entry
 from draftwood.chat.screen import Interrupt, Pipe, Terminal
@@ -145,15 +146,19 @@ def test_ctrl_c_while_a_reply_comes_stops_it_after_the_round():
 
 
 def test_the_third_ctrl_c_leaves(capfd):
-    with Interrupt() as stop:
-        for _ in range(2):
+    def press_thrice():
+        for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
-            assert stop()
-        with pytest.raises(SystemExit, match="130"):
-            os.kill(os.getpid(), signal.SIGINT)
+
+    interrupt = Interrupt()
+    with pytest.raises(SystemExit, match="130"), interrupt:
+        press_thrice()
+    assert interrupt()
     assert "once more leaves" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+THOUGHT = "thought for 0.0 s, `/think show` shows it"
 PIECES = [
     Piece("reasoning", "hm"),
     Piece("content", "\n\n"),
@@ -167,11 +172,8 @@ PIECES = [
     [
         (True, True, "\x1b[2mhm\x1b[0m\n\nyes␛[2J!\n"),
         (False, True, "hm\n\nyes␛[2J!\n"),
-        (
-            True,
-            False,
-            "\x1b[2mthinking …\x1b[0m\r\x1b[K\x1b[2mthought for 0.0 s, `/think show` shows it\x1b[0m\n\nyes␛[2J!\n",
-        ),
+        (True, False, "\x1b[2mthinking …\x1b[0m\r\x1b[K\x1b[2m" + THOUGHT + "\x1b[0m\n\nyes␛[2J!\n"),
+        (False, False, "thinking … " + THOUGHT + "\n\nyes␛[2J!\n"),
     ],
 )
 def test_a_terminal_dims_or_folds_reasoning_and_is_not_driven_by_the_model(
@@ -191,3 +193,21 @@ def test_a_pipe_gets_the_text_as_it_is(capsys, monkeypatch):
     pipe.reply(iter(PIECES), continued="", reasoning=False)
     pipe.say("remark")
     assert capsys.readouterr() == ("\n\nyes\x1b[2J!\n", "remark\n")
+
+
+def test_a_crash_keeps_the_conversation(tmp_path, monkeypatch, capsys):
+    class Typed(io.StringIO):
+        def isatty(self):
+            return True
+
+    lines = iter(["hi", "and then?"])
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.stdin", Typed())
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    session = Session(ScriptedModel(["yes\0"], [["no token"]]), CharacterLayout(), SamplingParams())
+    with pytest.raises(TypeError):
+        _talk(session, "m")
+    rescued = tmp_path / "draftwood" / "chat_rescued.json"
+    assert f"/load {rescued}" in capsys.readouterr().out
+    assert [m.content for m in Conversation.load(rescued).messages] == ["hi", "yes"]

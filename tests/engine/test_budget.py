@@ -20,7 +20,9 @@ def test_budget_takes_what_pays():
     flat = CostTable(lambda n: 1.0, (1, 2, 4, 8, 16))
     good = tree_of(np.log([1.0, 0.9, 0.8, 0.7, 0.1, 0.1, 0.1, 0.1]))
     assert BudgetController(flat, draft_seconds=[0.1]).pick(good, 1) == 8  # slots are free
-    steep = CostTable(lambda n: 0.3 * n, (1, 2, 4, 8, 16))
+    steep = CostTable(
+        lambda n: 0.7 + 0.3 * n, (1, 2, 4, 8, 16)
+    )  # a slot costs what plain decoding takes for 0.3 tokens
     assert BudgetController(steep, draft_seconds=[0.3]).pick(good, 1) == 4  # only the likely ones pay
 
 
@@ -48,6 +50,19 @@ def test_budget_learns_from_what_was_accepted():
     for _ in range(100):
         controller.observe_draft(2.0, 1, 1, {"draft": 0.1, "build": 0.1})
     assert controller.calibration == pytest.approx(0.5, abs=0.02)
+
+
+def test_hopeless_text_costs_little():
+    """Requests of 128 tokens that the drafter cannot foresee, where a draft costs most of a plain round."""
+    controller = BudgetController(CostTable(lambda n: 0.9 + 0.1 * n, (1, 2, 4, 8)), draft_seconds=[0.6])
+    hopeless = tree_of(np.log([1.0, 0.02, 0.02]))
+    for _ in range(4):
+        controller.restart()
+        lost = 0.0
+        for _ in range(128):
+            if controller.wants_draft():
+                lost += 0.6 + controller.cost(controller.pick(hopeless, 1)) - controller.cost(1)
+        assert lost / 128 < 0.03
 
 
 def test_one_poor_round_among_good_ones_is_no_reason_to_stop():

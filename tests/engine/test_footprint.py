@@ -16,7 +16,9 @@ from draftwood.models.drafter import Drafter
 from draftwood.models.drafter_config import DrafterConfig
 from draftwood.models.errors import ModelError
 from draftwood.models.inventory import drafter_tensors, target_tensors
+from draftwood.models.shard import Shard
 from draftwood.models.target import Target, TreeBatch
+from draftwood.parallel import Ranks
 from draftwood.tree import root_only
 from support.kimi_configs import KIMI_K26, KIMI_K26_DRAFTER
 from support.tiny import TARGET, drafter_shapes, target_shapes, write_drafter, write_target
@@ -78,6 +80,7 @@ def test_kimi_k26_on_8_gpus(kimi, expert_parallel):
     assert line(takes.scratch, "latents of the slots").per_gpu == 61 * 4 * 64 * 576 * 2
     assert line(takes.scratch, "logits").per_gpu == 4 * 64 * (163840 // 8) * (4 + 2)
     assert line(takes.scratch, "features").per_gpu == 4 * 64 * 6 * 7168 * 2
+    assert line(takes.scratch, "features that wait").per_gpu == 4 * 64 * 6 * 7168 * 2
     assert line(takes.estimates, "CUDA graphs").how.startswith("15 graphs")  # 1, 2, 4 by 1, 8, 16, 32, 64
 
 
@@ -101,17 +104,24 @@ def test_a_drafter_that_does_not_split_is_whole_everywhere(kimi):
 @pytest.mark.parametrize(
     ("changes", "layout", "message"),
     [
-        ({}, Layout(3), "num_attention_heads: 64 .* 3 ranks"),
-        ({"intermediate_size": 18436}, Layout(8), "^intermediate_size: 18436"),
-        ({"moe_intermediate_size": 2052, "quantization": None}, Layout(8), "moe_intermediate_size: 2052"),
-        ({"moe_intermediate_size": 2048 + 32}, Layout(8), "moe_intermediate_size in INT4 groups of 32: 65"),
-        ({"n_routed_experts": 380}, Layout(8, expert_parallel=True), "n_routed_experts: 380"),
-        ({"moe_intermediate_size": 2052}, Layout(8, expert_parallel=True), "moe_intermediate_size: 2052"),
+        ({}, Layout(3), "`num_attention_heads`: 64 .* 3 ranks"),
+        ({"intermediate_size": 18436}, Layout(8), "`intermediate_size`: 18436"),
+        ({"moe_intermediate_size": 2052, "quantization": None}, Layout(8), "`moe_intermediate_size`: 2052"),
+        ({"moe_intermediate_size": 2048 + 32}, Layout(8), "`moe_intermediate_size`, in groups of 32: 65"),
+        ({"n_routed_experts": 380}, Layout(8, expert_parallel=True), "`n_routed_experts`: 380"),
     ],
 )
 def test_what_does_not_divide_is_named(kimi, changes, layout, message):
     with pytest.raises(ModelError, match=message):
         footprint(kimi[0].model_copy(update=changes), None, EngineConfig(), layout)
+
+
+def test_whole_experts_cut_no_group(kimi):
+    odd = kimi[0].model_copy(update={"moe_intermediate_size": 2048 + 32})
+    experts = line(
+        footprint(odd, None, EngineConfig(), Layout(8, expert_parallel=True)).target, "routed experts, INT4"
+    )
+    assert experts.per_gpu == 60 * 48 * 3 * 2080 * 7168 * 9 // 16
 
 
 def test_uneven_vocabularies_are_shared_all_the_same(kimi):
@@ -134,6 +144,21 @@ def test_the_drafters_inventory(tmp_path):
     specs = list(drafter_tensors(DrafterConfig.from_folder(folder)))
     shapes = {spec.name: spec.shape for spec in specs if not spec.optional}
     assert shapes == drafter_shapes(json.loads((folder / "config.json").read_text()))
+
+
+def test_equals_what_each_rank_loads(tmp_path):
+    """41 tokens: the second rank has a row less."""
+    options = {"dtype": torch.bfloat16, "device": "cpu", "kernels": load_kernels("cpu")}
+    write_target(tmp_path / "target", q_lora_rank=12, vocab_size=41)
+    write_drafter(tmp_path / "drafter", {"vocab_size": 41})
+    config = DrafterConfig.from_folder(tmp_path / "drafter")
+    for rank, less in ((0, 0), (1, 2 * 24 * 2)):
+        target = Target.from_folder(tmp_path / "target", ranks=Ranks(Shard(rank, 2)), **options)
+        drafter = Drafter.from_folder(tmp_path / "drafter", target=target, **options)
+        takes = footprint(target.config, config, EngineConfig(), Layout(2))
+        assert total(takes.target) - less == sum(p.nbytes for p in target.parameters())
+        assert total(takes.drafter) == sum(p.nbytes for p in drafter.parameters())
+        assert takes.context_bytes == 2 * config.num_hidden_layers * drafter.n_kv_heads * config.head_dim * 2
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [(torch.bfloat16, 2), (torch.float32, 4)])

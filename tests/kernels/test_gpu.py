@@ -187,7 +187,15 @@ def test_all_kernels_in_one_graph():
     replays([next(filter(offered, cases_of(kernel).small())) for kernel in LARGE])
 
 
-def replays(cases):
+@pytest.mark.parametrize("N", [1, 40])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int4_experts_in_torch_in_a_graph(N, dtype):
+    """Both of its ways: pair by pair, and through all experts."""
+    narrow = {"E": 16, "top_k": 4, "d": 96, "I": 64}
+    replays([make_case("moe_int4", cases_of("moe_int4").DEFAULTS, N=N, dtype=dtype, **narrow)], "torch")
+
+
+def replays(cases, impl="triton"):
     """Captured on one input; so nothing waits for the device, and nothing it reads is fixed at capture."""
     changed = [replace(c, seed=secrets.randbelow(2**31)) for c in cases]
     print(*(c.id for c in changed))
@@ -195,7 +203,7 @@ def replays(cases):
     static = [torch_inputs(c, made[c], "cuda") for c in cases]
 
     def call():
-        return [load(c.kernel, "triton")(**inputs) for c, inputs in zip(cases, static, strict=True)]
+        return [load(c.kernel, impl)(**inputs) for c, inputs in zip(cases, static, strict=True)]
 
     call()  # compiles
     warm_up = torch.cuda.Stream()

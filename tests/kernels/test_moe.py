@@ -251,3 +251,22 @@ def test_work_model_counts_chosen_experts_once():
     distinct = len(np.unique(route_of("ref", many, cases.make(many))[1]))
     assert 4 < distinct <= 16
     assert cases.bytes_moved(many) == 4 * (2 * 24 * 32 + 16 * 32 + distinct * 3 * 32 * 20 + 16)
+
+
+@pytest.mark.parametrize("impl", ["ref", "torch", "triton"])
+@pytest.mark.parametrize("N", [1, 24])
+def test_slices_of_the_experts_add_up(impl, N):
+    """Uneven slices, one of them chosen by no token at all."""
+    c = case(N=N, I=32, dtype="float32")
+    inputs = cases.make(c)
+    inputs["bias"][12:] = -9.0
+    whole = ref.moe(**inputs)
+    parts = []
+    for first, stop in ((0, 3), (3, 12), (12, 16)):
+        matrices = {name: inputs[name][first:stop].copy() for name in ("gate_up", "down")}
+        part = run(c, inputs | matrices | {"first_expert": first}, impl)
+        cases.compare(c, part, ref.moe(**inputs | matrices, first_expert=first))
+        parts.append(part)
+    cases.compare(c, np.sum(parts, 0), whole)
+    assert not parts[2].any()
+    assert parts[0].any()

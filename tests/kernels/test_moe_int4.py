@@ -129,3 +129,25 @@ def test_work_model_counts_words_and_scales():
     c = make_case("moe_int4", cases.DEFAULTS, N=1)
     numbers = 8 * 3 * 7168 * 256
     assert cases.bytes_moved(c) == numbers // 2 + 2 * (numbers // 32 + 2 * 7168 + 384 * 7168) + 4 * 384
+
+
+@pytest.mark.parametrize("N", [1, 24])
+def test_slices_of_the_experts_add_up(N):
+    """Uneven slices, one of them chosen by no token at all."""
+    c = case(N=N)
+    inputs = cases.make(c)
+    inputs["bias"][12:] = -9.0
+    t = torch_inputs(c, inputs, "cpu")
+    chosen = route(t["x"], t["router"], t["bias"], **routing(t))
+    names = [f"{name}_{part}" for name in ("gate_up", "down") for part in ("packed", "scale")]
+    sums = []
+    for first, stop in ((0, 3), (3, 12), (12, 16)):
+        matrices = {name: inputs[name][first:stop].copy() for name in names}
+        part = run(c, inputs | matrices | {"first_expert": first}, "torch")
+        cases.compare(c, part, ref.moe_int4(**inputs | matrices, first_expert=first))
+        quantised = [torch.from_numpy(matrices[name]) for name in names]
+        on_gpu = torch_impl.all_experts(t["x"], *chosen, *quantised, range(first, stop))
+        cases.compare(c, to_numpy(on_gpu), part)
+        sums.append(part)
+    cases.compare(c, np.sum(sums, 0), ref.moe_int4(**inputs))
+    assert not sums[2].any()

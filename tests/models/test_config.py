@@ -159,6 +159,9 @@ def test_kimi_drafters(tmp_path):
         plain = c.rope.model_copy(update={"factor": None}).inverse_frequencies(c.head_dim)
         slower = (c.rope.inverse_frequencies(c.head_dim) < plain * 0.999999).nonzero()
         assert slower.min() == 18  # the ramp is 0 at pair 17 of this head width
+    slides = {"layer_types": ["sliding_attention"] * 6, "sliding_window": 4096, "use_sliding_window": True}
+    c = DrafterConfig.from_folder(write(tmp_path, KIMI_K26_DRAFTER | slides))
+    assert c.layers == (LayerAttention(causal=True, window=4096),) * 6
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ VARIANTS = {
     "yarn-attention-factor": ({"rope_parameters": YARN | {"attention_factor": 1.3}}, everything),
     "sliding-is-causal": ({"rope_parameters": DEFAULT, **SLIDING}, causal_sliding),
     "is_causal-false": ({"rope_parameters": DEFAULT, **SLIDING, "is_causal": False}, symmetric_sliding),
+    "causal-false": ({"rope_parameters": DEFAULT, **SLIDING, "causal": False}, symmetric_sliding),
     "is_causal-true": ({"rope_parameters": DEFAULT, **SLIDING, "is_causal": True}, all_causal),
     "causal": ({"rope_parameters": DEFAULT, "causal": True}, causal),
     "is_causal-beats-causal": ({"rope_parameters": DEFAULT, "is_causal": False, "causal": True}, everything),

@@ -14,13 +14,14 @@ from draftwood.models.errors import ModelError
 from draftwood.models.kimi import KimiTokenizer
 from draftwood.models.miniature_tokenizer import SPECIAL_TOKENS, write_tokenizer
 from draftwood.models.tokenizer import StreamDecoder, Tokenizer
-from support.kimi import Oracle, guard
+from support.kimi import Oracle, guard, write_pairs
 
 VOCAB = 2048
 BASE = VOCAB - 256
 
 TEXTS = [
     "Hello, world! Don't we'LL THEY'RE it'S iT'ſ 'twas 'S",
+    "ABC\u0301DEf A\u0308B\u0301c aB\u0301 ʰAʰB\u0301中 x\u0301\u0308Y",
     "HTTPServer getHTTPResponse fooBar FOO Bar_baz ÀÉîõ ǅabc ʰʰa",
     "北京大学和東京大学、한국어 ひらがなカタカナ々〇〡中a中1中",
     "𠮷野家 漢字kanji漢字 Ａｂｃ１２３",
@@ -31,7 +32,7 @@ TEXTS = [
     " a  b   c\t\td \n e\u00a0f\u3000g\u2003\u2003h\u2028i\x0bj\x0ck\x1cl\x85m ",
     "   \n\n   \n",
     "\r\n\r\n x",
-    "!!! ...\n\n--- ==\r\n /* */ <|im_end|> [EOS] <think></think>",
+    "!\n/!\r\n\n. !!! ...\n\n--- ==\r\n /* */ <|im_end|> [EOS] <think></think>",
     "a" * 1500 + " " * 1500 + "\n" * 300 + "中" * 700 + "!" * 900,
     "\x00\x01\ufeff\u200b\ufffd\U0010ffff\ue000",
     "",
@@ -56,10 +57,19 @@ def oracle(folder):
     return Oracle(folder)
 
 
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """The same in a vocabulary that shows every split."""
+    folder = tmp_path_factory.mktemp("pairs")
+    write_pairs(folder)
+    return Tokenizer.from_folder(folder), Oracle(folder)
+
+
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: repr(text[:12]))
-def test_texts_as_the_oracle_has_them(text, tokenizer, oracle):
+def test_texts_as_the_oracle_has_them(text, tokenizer, oracle, pairs):
     assert tokenizer.encode(text) == oracle.encode(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert pairs[0].encode(text) == pairs[1].encode(text)
 
 
 # Characters that this Python's Unicode tables know: newer ones have other classes in newer tables.
@@ -76,16 +86,17 @@ MIXED = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(text=MIXED)
-def test_any_text_as_the_oracle_has_it(text, tokenizer, oracle):
+def test_any_text_as_the_oracle_has_it(text, tokenizer, oracle, pairs):
+    assert pairs[0].encode(text) == pairs[1].encode(text)
     ids = tokenizer.encode(text)
     assert ids == oracle.encode(text)
     assert tokenizer.decode(ids) == text
     assert all(0 <= i < BASE for i in ids)  # no special token, however spelt
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(text=MIXED, lengths=st.lists(st.integers(0, 3), max_size=60), special=st.booleans())
 @example(text="👩‍👩‍👧 é 中", lengths=[1] * 60, special=False)
 def test_streamed_text_is_whole_characters(text, lengths, special, tokenizer):
@@ -98,7 +109,7 @@ def test_streamed_text_is_whole_characters(text, lengths, special, tokenizer):
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(pieces=st.lists(st.lists(st.integers(0, VOCAB + 50), max_size=4), max_size=20), special=st.booleans())
 def test_streamed_ids_join_to_the_whole(pieces, special, tokenizer):
     """Any ids: broken UTF-8, special ones, reserved ones and ids past the vocabulary."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 import re
 import unicodedata
 from itertools import pairwise
 from pathlib import Path
 
 import regex
+
+from draftwood.models.miniature_tokenizer import write_tokenizer
 
 WHITE_SPACE = {*map(chr, [*range(9, 14), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B)])} | set(
     "\u2028\u2029\u202f\u205f\u3000"
@@ -61,6 +64,24 @@ class Oracle:
             if rank == 1 << 30:
                 return [self.ranks[p] for p in parts]
             parts[i : i + 2] = [parts[i] + parts[i + 1]]
+
+
+def write_pairs(folder, seed=0):
+    """A tokenizer whose tokens are pairs of bytes in random order, so that ids show where text was split."""
+    write_tokenizer(folder, 512, seed)
+    rng, text = random.Random(seed), [*range(0x20, 0x7F), 0x09, 0x0A, 0x0D]
+    pairs = {(a, b) for a in [*text, *range(0x80, 0xC0)] for b in text} | {
+        (rng.randrange(256), rng.randrange(256)) for _ in range(8000)
+    }
+    base = [bytes([b]) for b in range(256)] + [bytes(pair) for pair in rng.sample(sorted(pairs), len(pairs))]
+    lines = (f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(base))
+    (folder / "tiktoken.model").write_text("".join(lines))
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    added = config["added_tokens_decoder"].items()
+    config["added_tokens_decoder"] = {str(int(i) + len(base) - 256): token for i, token in added}
+    file.write_text(json.dumps(config))
+    return len(base)
 
 
 def guard(text, max_chars=400_000, max_run=25_000):
@@ -204,7 +225,7 @@ def layout(
     parts = []
     if tools_text is not None:
         parts += turn("system", "tool_declare", tools_text)
-    if default_system is not None and messages and messages[0]["role"] != "system":
+    if default_system is not None and (not messages or messages[0]["role"] != "system"):
         parts += turn("system", "system", default_system)
     finals = [i for i, m in enumerate(messages) if m["role"] == "assistant" and not m.get("tool_calls")]
     for i, m in enumerate(messages):

@@ -1,4 +1,4 @@
-"""Three plots as inline SVG: a line chart, a dot plot and a roofline. All axes are logarithmic; no library, no script.
+"""Plots as inline SVG: a line chart, a dot plot, a roofline and stacked bars. Only bars have a linear axis; no library, no script.
 
 Colours come from the page's CSS (classes `c0`, `c1`, ...), so that a plot follows the reader's light or dark theme.
 """
@@ -94,8 +94,10 @@ def short(value: float) -> str:
     return f"{value:g}".replace("e-0", "e-")
 
 
-def line_chart(series: Sequence[Series], x_label: str, title: str, size: tuple[int, int] = (430, 270)) -> str:
-    """Latency in microseconds against an axis of the cases, with intervals; x ticks are the values measured."""
+def line_chart(
+    series: Sequence[Series], x_label: str, title: str, size: tuple[int, int] = (430, 270), unit: str = "us"
+) -> str:
+    """A figure against an axis of the cases, with intervals; x ticks are the values measured."""
     canvas = Canvas(*size)
     points = [p for s in series for p in s.points]
     xs = sorted({p.x for p in points})
@@ -103,7 +105,7 @@ def line_chart(series: Sequence[Series], x_label: str, title: str, size: tuple[i
     x = Axis((xs[0] or zero) / 1.25, xs[-1] * 1.25, 52, size[0] - 14)
     y = Axis(min(p.low for p in points) / 1.3, max(p.high for p in points) * 1.3, size[1] - 42, 40)
     canvas.text(52, 16, title, "title")
-    _y_grid(canvas, y, 52, size[0] - 14, "us")
+    _y_grid(canvas, y, 52, size[0] - 14, unit)
     for value in xs:
         canvas.text(x.at(value or zero), size[1] - 26, short(value), "tick", "middle")
     canvas.text((52 + size[0]) / 2, size[1] - 8, x_label, "tick", "middle")
@@ -117,8 +119,10 @@ def line_chart(series: Sequence[Series], x_label: str, title: str, size: tuple[i
     return canvas.svg(title)
 
 
-def dot_plot(labels: Sequence[str], series: Sequence[Series], floors: Sequence[float | None]) -> str:
-    """One line per case, one dot per implementation; a tick marks the floor. Point.x is the time, Point.y the line."""
+def dot_plot(
+    labels: Sequence[str], series: Sequence[Series], floors: Sequence[float | None], unit: str = " us"
+) -> str:
+    """One line per case, one dot per implementation; a tick marks the floor. Point.x is the figure, Point.y the line."""
     left, width, step = 14 + 6.9 * max(map(len, labels)), 1100, 20
     canvas = Canvas(width, 34 + step * len(labels))
     points = [p for s in series for p in s.points]
@@ -127,7 +131,7 @@ def dot_plot(labels: Sequence[str], series: Sequence[Series], floors: Sequence[f
     bottom = canvas.height - 22
     for tick in x.ticks(12):
         canvas.line(x.at(tick), 4, x.at(tick), bottom, "grid")
-        canvas.text(x.at(tick), canvas.height - 6, f"{short(tick)} us", "tick", "middle")
+        canvas.text(x.at(tick), canvas.height - 6, f"{short(tick)}{unit}", "tick", "middle")
     for i, label in enumerate(labels):
         y = 14 + step * i
         canvas.text(left - 8, y + 4, label, "tick", "end")
@@ -139,7 +143,36 @@ def dot_plot(labels: Sequence[str], series: Sequence[Series], floors: Sequence[f
             row = 14 + step * p.y
             canvas.line(x.at(p.low), row, x.at(p.high), row, f"bar c{s.color % N_COLORS}")
             canvas.dot(x.at(p.x), row, s.color, p.solid, p.title)
-    return canvas.svg("time of each case and implementation")
+    return canvas.svg(f"each case and implementation,{unit}")
+
+
+@dataclass(frozen=True)
+class Bar:
+    label: str
+    parts: Sequence[float]
+
+
+def stacked_bars(bars: Sequence[Bar], names: Sequence[str], unit: str) -> str:
+    """One bar a line, its parts side by side in the colours of their places; not negative."""
+    left, width, step = 14 + 6.9 * max(len(b.label) for b in bars), 1100, 20
+    canvas = Canvas(width, 34 + step * len(bars))
+    bottom, longest = canvas.height - 22, max(sum(b.parts) for b in bars) or 1.0
+    scale = (width - 70 - left) / longest
+    for i in range(5):
+        x = round(left + i / 4 * longest * scale, 1)
+        canvas.line(x, 4, x, bottom, "grid")
+        canvas.text(x, canvas.height - 6, f"{i / 4 * longest:.3g} {unit}", "tick", "middle")
+    for i, bar in enumerate(bars):
+        x, y = left, 6 + step * i
+        canvas.text(left - 8, y + 12, bar.label, "tick", "end")
+        for j, (name, part) in enumerate(zip(names, bar.parts, strict=True)):
+            canvas.parts.append(
+                f'<rect class="c{j % N_COLORS} solid" x="{x:.1f}" y="{y}" width="{part * scale:.1f}" height="14">'
+                f"<title>{escape(f'{bar.label}: {name} {part:.3g} {unit}')}</title></rect>"
+            )
+            x += part * scale
+        canvas.text(round(x + 6, 1), y + 12, f"{sum(bar.parts):.3g}", "tick")
+    return canvas.svg(f"stages, {unit}")
 
 
 def roofline(

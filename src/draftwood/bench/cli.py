@@ -1,4 +1,4 @@
-"""`draftwood bench`: kernels, list, show, compare, spread, report.
+"""`draftwood bench`: kernels, generate, list, show, compare, spread, report.
 
 Tables go to stdout; the plan, progress and warnings to stderr. Exit codes: 0 fine; 1 something is slower; 2 wrong
 arguments; 3 a case was wrong, invalid, crashed, hung or suspect, or nothing could be measured; 4 time ran out first.
@@ -7,11 +7,8 @@ arguments; 3 a case was wrong, invalid, crashed, hung or suspect, or nothing cou
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,19 +16,37 @@ from draftwood.bench import show as show_
 from draftwood.bench import store
 from draftwood.bench.catalog import Catalog, Job, Selection, UsageError, parse_axes, select
 from draftwood.bench.compare import compare_runs, comparison_table, is_regression, spread, spread_table
-from draftwood.bench.countdown import Countdown
-from draftwood.bench.supervisor import WorkerLost, worker_of
+from draftwood.bench.generate.cli import generate
+from draftwood.bench.options import (
+    FOLDER,
+    Axes,
+    CaseLimit,
+    Deadline,
+    Device,
+    KeepFailed,
+    Out,
+    PlanOnly,
+    Resume,
+    Seconds,
+    Tags,
+    Target,
+    countdown_of,
+    device_of,
+    errors_named,
+    run_path,
+    split,
+)
+from draftwood.bench.supervisor import worker_of
 
-FOLDER = Path("bench-results")
-DEFAULT_BUDGET_S = 30.0
 CPU_CASES = 4
 
-app = typer.Typer(help="Measure kernels, and say only what the measurements support.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure kernels and generation, and say only what the measurements support.", no_args_is_help=True
+)
+app.command()(generate)
 
 Only = Annotated[list[str] | None, typer.Option("--only", help="Kernel; repeat or separate by commas.")]
-Axes = Annotated[list[str] | None, typer.Option("-a", "--axis", help="T=8,16,32 or B=1:32:pow2.")]
 Impls = Annotated[list[str] | None, typer.Option("--impl", help="Implementation, or peer:NAME.")]
-Tags = Annotated[list[str] | None, typer.Option("--tag", help="A value of a case, or axis=value.")]
 Peers = Annotated[
     list[Path] | None, typer.Option("--peer", help="File with an implementation to measure too.")
 ]
@@ -45,8 +60,6 @@ CacheName = Annotated[
     typer.Option(help="declared: as the kernel finds it in use; warm on a CPU."),
 ]
 Limit = Annotated[int | None, typer.Option(help="Cases per kernel at most, evenly spread.")]
-Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option()]
-Format = Annotated[Literal["table", "json", "csv", "md"], typer.Option(help="How to print.")]
 RunPath = Annotated[Path | None, typer.Argument(help="A stored run; default: the newest in `bench-results`.")]
 
 
@@ -60,27 +73,20 @@ def kernels(
     limit: Limit = None,
     cache: CacheName = "declared",
     device: Device = "auto",
-    budget: Annotated[str, typer.Option(help="Wall time of the whole command: 30, 30s or 5m.")] = "30s",
-    deadline: Annotated[
-        str | None, typer.Option(help="When the caller would kill it; ends a tenth earlier.")
-    ] = None,
-    target: Annotated[float, typer.Option(help="Half-width of the median's interval, in per cent.")] = 1.0,
-    case_limit: Annotated[
-        float | None,
-        typer.Option(help="Seconds one case may take to prepare; default: a quarter of the budget."),
-    ] = None,
+    budget: Seconds = "30s",
+    deadline: Deadline = None,
+    target: Target = 1.0,
+    case_limit: CaseLimit = None,
     vs: Annotated[
         str | None, typer.Option(help="Compare with this implementation, in turns A B B A.")
     ] = None,
     peer: Peers = None,
     extra: Extra = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Print the plan and stop.")] = False,
+    plan: PlanOnly = False,
     once: Annotated[bool, typer.Option("--once", help="One timed call each: for profilers and CI.")] = False,
-    resume: Annotated[Path | None, typer.Option(help="Run to continue; valid ok rows are kept.")] = None,
-    keep_failed: Annotated[bool, typer.Option("--keep-failed", help="With --resume: keep all rows.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Where to store; default: bench-results/TIME-DEVICE.jsonl.")
-    ] = None,
+    resume: Resume = None,
+    keep_failed: KeepFailed = False,
+    out: Out = None,
 ) -> None:
     """Plan, check and measure kernels within a budget."""
     from draftwood.bench.live import Live
@@ -88,22 +94,16 @@ def kernels(
     from draftwood.bench.state import Options
     from draftwood.bench.suite import Suite
 
-    with _errors_named():
-        seconds = parse_seconds("--budget", budget)
-        if deadline is not None:
-            seconds = min(seconds, 0.9 * parse_seconds("--deadline", deadline))
-        countdown = Countdown(seconds)
-        chip = _device(device)
+    with errors_named():
+        countdown = countdown_of(budget, deadline)
+        chip = device_of(device)
         catalog = Catalog.of_files(peer or (), extra or ())
         jobs = _jobs(catalog, chip, only, axes, impl, tag, suite, limit, cache, vs, once)
         start = worker_of(chip, peer or (), extra or ())
-        if resume is not None:
-            store.read_run(resume)
-            store.cut_torn_line(resume)
-        path = resume or out or FOLDER / f"{datetime.now():%Y%m%d-%H%M%S}-{chip}.jsonl"
+        path = run_path("kernels", resume, out, chip)
         options = Options(
             device=chip,
-            budget_s=seconds,
+            budget_s=countdown.seconds,
             target=target / 100,
             case_limit_s=case_limit,
             vs=vs,
@@ -117,18 +117,10 @@ def kernels(
             run = Suite(jobs, catalog, options, start, countdown, store.Store(path), live)
             code = run.run()
         if not plan:
-            _print_run(run, path, countdown)
+            console = show_.wide_console()
+            show_.short_table(console, run.rows, run.versus, show_.MOST_LINES)
+            show_.last_line(console, run.rows, run.out, countdown)
     raise typer.Exit(code)
-
-
-def _print_run(run: Any, path: Path, countdown: Countdown) -> None:
-    console = show_.wide_console()
-    show_.short_table(console, run.rows, run.versus, show_.MOST_LINES)
-    unsaved = f"; {len(run.out.pending)} lines NOT SAVED: {run.out.error}" if run.out.pending else ""
-    console.print(
-        f"{show_.tally(run.rows)}; {countdown.used():.1f} s of {countdown.seconds:.0f} s; `{path}`{unsaved}",
-        style="bold",
-    )
 
 
 @app.command("list")
@@ -145,9 +137,9 @@ def list_(
     extra: Extra = None,
 ) -> None:
     """Print the ids of the cases that `kernels` would measure with the same options."""
-    with _errors_named():
+    with errors_named():
         catalog = Catalog.of_files(peer or (), extra or ())
-        jobs = _jobs(catalog, _device(device), only, axes, impl, tag, suite, limit, cache, None, False)
+        jobs = _jobs(catalog, device_of(device), only, axes, impl, tag, suite, limit, cache, None, False)
         for job in jobs:
             print(job.id)
 
@@ -155,28 +147,37 @@ def list_(
 @app.command()
 def show(
     run: RunPath = None,
-    section: Annotated[list[str] | None, typer.Option("--section", help="Kernel; repeat for more.")] = None,
+    section: Annotated[
+        list[str] | None, typer.Option("--section", help="Kernel, or a part of `generate`.")
+    ] = None,
     impl: Impls = None,
     tag: Annotated[list[str] | None, typer.Option("--tag", help="axis=value, or a status.")] = None,
-    columns: Annotated[str | None, typer.Option(help=f"Of: {', '.join(show_.COLUMNS)}.")] = None,
+    columns: Annotated[str | None, typer.Option(help="Separated by commas; a wrong one lists all.")] = None,
     sort: Annotated[str | None, typer.Option(help="A stored field, such as median_us.")] = None,
     form: Annotated[
         Literal["table", "json", "csv", "md"], typer.Option("--format", help="How to print.")
     ] = "table",
 ) -> None:
     """Show a stored run, or a part of it."""
-    with _errors_named():
+    with errors_named():
         rows = store.read_run(run or store.newest(FOLDER)).rows
-        wanted = (_split(section), _split(impl), tuple(tag or ()))
-        rows = show_.in_order([r for r in rows if _matches(r, *wanted)], sort)
+        view = show_.view_of(rows)
+        sections = split(section)
+        columns_of = dict.fromkeys(c for s in sections for c in view.sections.get(s, ()))
+        kernels = tuple(s for s in sections if s not in view.sections)
+        rows = [r for r in rows if _matches(r, kernels, split(impl), tuple(tag or ()))]
         if not rows:
             raise UsageError("no row matches; `draftwood bench show` without filters lists all")
-        chosen = show_.choose_columns(columns)
+        rows = show_.in_order(rows, sort)
+        chosen = tuple(columns_of) if columns_of and not columns else show_.choose_columns(columns, view)
         if form == "table":
-            show_.wide_console().print(show_.table(rows, chosen))
+            show_.wide_console().print(show_.table(rows, chosen, view.title(rows), view))
+        elif form == "md":
+            print("\n\n".join(filter(None, (view.title(rows), show_.as_markdown(rows, chosen, view)))))
+        elif form == "csv":
+            print(show_.as_csv(rows), end="")
         else:
-            text = {"json": show_.as_json, "csv": show_.as_csv, "md": lambda r: show_.as_markdown(r, chosen)}
-            print(text[form](rows), end="" if form == "csv" else "\n")
+            print(show_.as_json(rows))
 
 
 @app.command()
@@ -189,7 +190,7 @@ def compare(
     across: Annotated[bool, typer.Option("--across", help="Compare even across devices.")] = False,
 ) -> None:
     """Compare two stored runs row by row. Measuring both sides in one run with `kernels --vs` is surer."""
-    with _errors_named():
+    with errors_named():
         lines = compare_runs(store.read_run(before), store.read_run(after), across)
         show_.wide_console().print(comparison_table(lines))
     raise typer.Exit(int(any(is_regression(line, fail_slower / 100) for line in lines)))
@@ -201,7 +202,7 @@ def spread_(
     every: Annotated[bool, typer.Option("--all", help="Also rows that are timed but not ok.")] = False,
 ) -> None:
     """How far the medians of the same case lie apart over whole runs."""
-    with _errors_named():
+    with errors_named():
         lines = spread([store.read_run(path) for path in runs], every)
         if not lines:
             raise UsageError("no case is ok in two of these runs")
@@ -222,7 +223,7 @@ def report(
     """Write a standalone HTML page with tables and plots."""
     from draftwood.bench.report import html
 
-    with _errors_named():
+    with errors_named():
         path = run or store.newest(FOLDER)
         target = out or path.with_suffix(".html")
         target.write_text(html(store.read_run(path)))
@@ -244,10 +245,10 @@ def _jobs(
 ) -> list[Job]:
     gpu = device == "cuda"
     narrowed = bool(only or axes or tag or once or suite != "auto")
-    impls = _split(impl)
+    impls = split(impl)
     chosen = Selection(
         suite="bench" if suite == "bench" or (suite == "auto" and gpu) else "small",
-        kernels=_split(only),
+        kernels=split(only),
         impls=(*impls, vs) if impls and vs else impls,
         axes=parse_axes(axes or ()),
         tags=tuple(tag or ()),
@@ -272,38 +273,3 @@ def _matches(
         and (not impls or row["impl"] in impls)
         and has.issuperset(tags)
     )
-
-
-def parse_seconds(option: str, text: str) -> float:
-    """`30`, `30s`, `5m` -> seconds."""
-    unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 0.0)
-    try:
-        seconds = float(text[:-1]) * unit if unit else float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UsageError(f"`{option} {text}`: expected seconds, as in 30, 30s or 5m")
-    return seconds
-
-
-def _device(device: str) -> str:
-    """`auto` is the GPU where there is a driver for one: torch is not asked, importing it takes seconds."""
-    if device != "auto":
-        return device
-    return "cuda" if Path("/dev/nvidia0").exists() or Path("/dev/nvidiactl").exists() else "cpu"
-
-
-def _split(options: list[str] | None) -> tuple[str, ...]:
-    return tuple(part for option in options or () for part in option.split(","))
-
-
-@contextmanager
-def _errors_named() -> Iterator[None]:
-    try:
-        yield
-    except UsageError as e:
-        print(f"error: {e}", file=sys.stderr)
-        raise typer.Exit(2) from e
-    except WorkerLost as e:
-        print(f"error: the worker did not start: {e}", file=sys.stderr)
-        raise typer.Exit(3) from e

@@ -13,14 +13,20 @@ from draftwood.bench.catalog import UsageError
 from draftwood.bench.show import shorten, time_text
 from draftwood.bench.store import Row, Run, axes_text, job_key
 
-SAME_FIELDS = ("device",)
+SAME_FIELDS = ("device", "model", "dtype")
 """Rows that differ in these are not compared unless asked: the difference would not be the code's."""
+
+CLAIMS = {("ok", "ok"), ("imposed", "imposed")}
+"""Labels of two rows that get a verdict; the second is one about cost alone."""
+
+PAIRED = {"ok", "noisy", "budget", "imposed"}
+"""Labels that get one where both runs visited the same prompts: what differs between prompts cancels out."""
 
 
 def compare_runs(before: Run, after: Run, across: bool = False) -> list[dict[str, Any]]:
-    """One line per job in both runs: time after over time before. Only rows labelled ok get a verdict.
+    """One line per job in both runs: time after over time before. See `CLAIMS` and `PAIRED` for which get a verdict.
 
-    Raises `UsageError` when the runs share no job, or differ in device and `across` is not set.
+    Raises `UsageError` when the runs share no job, or differ in a `SAME_FIELDS` and `across` is not set.
     """
     old = {job_key(row): row for row in before.rows}
     lines = []
@@ -29,9 +35,9 @@ def compare_runs(before: Run, after: Run, across: bool = False) -> list[dict[str
         if base is None:
             continue
         for name in SAME_FIELDS:
-            if base[name] != row[name] and not across:
+            if base.get(name) != row.get(name) and not across:
                 raise UsageError(
-                    f"`{name}` differs: `{base[name]}` and `{row[name]}`; `--across` compares nevertheless"
+                    f"`{name}` differs: `{base.get(name)}` and `{row.get(name)}`; `--across` compares nevertheless"
                 )
         lines.append(_line(base, row))
     if not lines:
@@ -42,11 +48,23 @@ def compare_runs(before: Run, after: Run, across: bool = False) -> list[dict[str
 def _line(base: Row, row: Row) -> dict[str, Any]:
     line: dict[str, Any] = {k: row[k] for k in ("kernel", "impl", "case", "cache")}
     line |= {"before": base, "after": row}
-    if base["status"] != "ok" or row["status"] != "ok":
+    pairs = _same_prompts(base, row)
+    if pairs and {base["status"], row["status"]} <= PAIRED:
+        note = f"{len(pairs)} pairs" + (", imposed acceptance" if row.get("acceptance") else "")
+        return line | {"note": note, **vars(stats.compare_pairs(*zip(*pairs, strict=True)))}
+    if (base["status"], row["status"]) not in CLAIMS:
         return line | {"verdict": "unclear", "note": f"{base['status']} before, {row['status']} after"}
     a, b = ([stats.value_of(v) for v in r["timings_us"]] for r in (row, base))
     clocks = (row["clock_mhz"], base["clock_mhz"]) if row.get("clock_mhz") and base.get("clock_mhz") else None
     return line | {"note": "", **vars(stats.compare(a, b, paired=False, clocks=clocks))}
+
+
+def _same_prompts(base: Row, row: Row) -> list[tuple[float, float]]:
+    """Times after and before of visits that had the same prompts; rows of kernels have none."""
+    before = {v["prompts"]: v["us_per_token"] for v in base.get("visits", ())}
+    return [
+        (v["us_per_token"], before[v["prompts"]]) for v in row.get("visits", ()) if v["prompts"] in before
+    ]
 
 
 def is_regression(line: Mapping[str, Any], allowed: float) -> bool:

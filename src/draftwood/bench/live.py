@@ -22,9 +22,12 @@ MOST_LEFT_OUT = 20
 class Live:
     """The `Watcher` of a terminal. The bar is of time, for that is what a budget bounds."""
 
-    def __init__(self, countdown: Countdown, min_visits: int, full_plan: bool) -> None:
+    def __init__(
+        self, countdown: Countdown, min_visits: int, full_plan: bool, unit: str = "us a call"
+    ) -> None:
         self.console = Console(stderr=True, highlight=False)
         self.countdown, self.min_visits, self.full_plan = countdown, min_visits, full_plan
+        self.unit = unit
         columns = (
             TextColumn("{task.fields[phase]}"),
             BarColumn(),
@@ -58,9 +61,9 @@ class Live:
 
     def plan(self, plan: Plan, states: Mapping[str, State], left_s: float) -> None:
         console = wide_console() if self.full_plan else self.console  # asked for: goes to stdout
-        console.print(plan_table(plan, states, self.min_visits, self.full_plan))
+        console.print(plan_table(plan, states, self.min_visits, self.full_plan, self.unit))
         n, left_out = len(plan.fits) + len(plan.left_out), len(plan.left_out)
-        compiling = sum(s.info["compile_s"] for s in states.values() if s.info)
+        compiling = sum(s.info.get("compile_s", 0.0) for s in states.values() if s.info)
         console.print(
             f"{n} cases, at least {self.min_visits} visits each: {plan.total_s:.1f} s of the {left_s:.1f} s left: "
             + (f"{left_out} do not fit" if left_out else "fits")
@@ -75,7 +78,7 @@ class Live:
         )
 
 
-def plan_table(plan: Plan, states: Mapping[str, State], min_visits: int, full: bool) -> Table:
+def plan_table(plan: Plan, states: Mapping[str, State], min_visits: int, full: bool, unit: str) -> Table:
     """Seconds each: of all cases, or of the dearest ones and those that do not fit."""
     lots = sorted([*plan.fits, *plan.left_out], key=cost, reverse=True)
     left_out = {p.key for lot in plan.left_out for p in lot}
@@ -83,7 +86,7 @@ def plan_table(plan: Plan, states: Mapping[str, State], min_visits: int, full: b
     out = Table(
         box=None, pad_edge=False, title="plan" if full else "plan: the dearest cases", title_justify="left"
     )
-    for name in ("case", "us a call", "seconds", ""):
+    for name in ("case", unit, "seconds", ""):
         out.add_column(name, justify="left" if name in ("case", "") else "right", overflow="fold")
     for p in (p for lot in shown for p in lot):
         info = states[p.key].info or {}

@@ -30,6 +30,7 @@ class Progress:
 
     key: str
     visit_s: float  # wall seconds of a visit: the probe's estimate, then what was observed
+    most: float = float("inf")  # visits there can be
     visits: list[list[float]] = field(default_factory=list)
     values: list[float] = field(default_factory=list)  # one per visit
     spent_s: float = 0.0
@@ -48,17 +49,18 @@ class Progress:
         self.visit_s += (seconds - self.visit_s) / min(self.n, 4)
         self.width = half_width(self.values)
 
-    def judge(self, target: float, share_s: float = float("inf")) -> None:
-        """Stop when the target is reached, or cannot be reached within `share_s` seconds."""
+    def judge(self, target: float, share_s: float = float("inf"), least: int = MIN_VALUES) -> None:
+        """Stop when the target is reached, with `least` visits, or cannot be reached within `share_s` or `most` visits."""
         narrow = self.n >= MIN_VALUES and self.width <= target
         self._hits = self._hits + 1 if narrow else 0
-        spent = self.n >= MIN_VISITS and self.spent_s >= share_s
-        if self._hits >= CONFIRMATIONS or spent:
+        spent = self.n >= self.most or (self.n >= MIN_VISITS and self.spent_s >= share_s)
+        sure = self._hits >= CONFIRMATIONS and self.n >= min(least, self.most)
+        if sure or spent:
             drifts = drift(self.values, target)[1]
-            if self._hits >= CONFIRMATIONS and not drifts:
+            if sure and not drifts:
                 self.label = "ok"
             elif spent:
-                self.label = "drift" if drifts else "noisy"
+                self.label = "low_n" if self.n < MIN_VALUES else "drift" if drifts else "noisy"
         elif self._hopeless(target, share_s):
             self.label = "noisy"
 
@@ -143,7 +145,7 @@ class Scheduler:
         for p in lot:
             if p.n and p.label != LOST:
                 p.label = None
-                p.judge(self.target, self.share_s)
+                p.judge(self.target, self.share_s, self.min_visits)
         if self.min_visits < MIN_VALUES and visited(lot) >= self.min_visits:
             for p in lot:
                 p.close(self.target)

@@ -62,7 +62,11 @@ text.tick { fill: var(--soft) } text.title { fill: var(--ink); font-weight: 600;
 
 
 def html(run: Run) -> str:
-    """The page. Raises `UsageError` from reading only; a run without timed rows gives a page without plots."""
+    """The page; a run without timed rows gives one without plots."""
+    if run.header.get("suite") == "generate":
+        from draftwood.bench.generate.report import html as of_generation
+
+        return of_generation(run)
     rows = show.in_order(run.rows)
     impls = list(dict.fromkeys(row["impl"] for row in rows))
     colors = {
@@ -71,33 +75,44 @@ def html(run: Run) -> str:
     }
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
     sections = "".join(_section(k, [r for r in rows if r["kernel"] == k], colors) for k in kernels)
+    body = f"{_head(run, rows)}{_versus(run)}{_roofline(run, rows, kernels)}{sections}{labels(rows)}"
+    return page("Kernel benchmark", body)
+
+
+def page(title: str, body: str) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width"><title>draftwood bench</title>'
-        f"<style>{STYLE}</style></head><body>{_head(run, rows)}{_versus(run)}{_roofline(run, rows, kernels)}"
-        f"{sections}{_labels(rows)}</body></html>\n"
+        f'<meta name="viewport" content="width=device-width"><title>draftwood bench: {escape(title)}</title>'
+        f"<style>{STYLE}</style></head><body>{body}</body></html>\n"
     )
 
 
-def _head(run: Run, rows: Sequence[Row]) -> str:
+def facts_of(run: Run) -> dict[str, str | None]:
+    """What the header and the end of any run say, by what it is called on the page."""
     header, end = run.header, run.end
-    ceilings = header.get("ceilings", {})
-    facts = {
+    return {
         "device": header.get("device"),
         "commit": header.get("commit"),
         "python / torch / triton": " / ".join(
             str(header.get(k) or "-") for k in ("python", "torch", "triton")
-        ),
-        "measured copy": f"{ceilings['memory_gbps']:.4g} GB/s" if ceilings else None,
-        "measured copy in cache": f"{ceilings['cache_gbps']:.4g} GB/s" if ceilings else None,
-        "measured matrix product": ", ".join(
-            f"{v:.3g} TFLOP/s {k}" for k, v in ceilings.get("tflops", {}).items()
         ),
         "seconds promised / used": f"{end['promised_s']:g} / {end['used_s']:.1f}"
         if end
         else "the run did not end",
         "target": f"±{100 * header['target']:g} %" if "target" in header else None,
         "when": header.get("time"),
+    }
+
+
+def _head(run: Run, rows: Sequence[Row]) -> str:
+    ceilings = run.header.get("ceilings", {})
+    facts = {
+        **facts_of(run),
+        "measured copy": f"{ceilings['memory_gbps']:.4g} GB/s" if ceilings else None,
+        "measured copy in cache": f"{ceilings['cache_gbps']:.4g} GB/s" if ceilings else None,
+        "measured matrix product": ", ".join(
+            f"{v:.3g} TFLOP/s {k}" for k, v in ceilings.get("tflops", {}).items()
+        ),
     }
     items = "".join(f"<div><dt>{k}</dt><dd>{escape(str(v))}</dd></div>" for k, v in facts.items() if v)
     return (
@@ -156,11 +171,12 @@ def _roofline(run: Run, rows: Sequence[Row], kernels: Sequence[str]) -> str:
 def _section(kernel: str, rows: Sequence[Row], colors: Mapping[str, int]) -> str:
     timed = [r for r in rows if r["median_us"]]
     impls = [(impl, colors[impl]) for impl in dict.fromkeys(r["impl"] for r in timed)]
+    columns = (*COLUMNS, *(c for c, field in EXTRA_COLUMNS.items() if any(r.get(field) for r in rows)))
     plots = ""
     if timed:
         plots = legend(impls) + _panels(timed, colors) + _dots(timed, colors)
         plots += "<p class='soft'>Grey marks: the time at the measured ceiling.</p>"
-    return f"<h2>{escape(kernel)}</h2>{plots}{_table(rows)}"
+    return f"<h2>{escape(kernel)}</h2>{plots}{table(rows, columns)}"
 
 
 def _panels(rows: Sequence[Row], colors: Mapping[str, int]) -> str:
@@ -226,29 +242,28 @@ def _title(row: Row) -> str:
     )
 
 
-def _table(rows: Sequence[Row]) -> str:
-    columns = (*COLUMNS, *(c for c, field in EXTRA_COLUMNS.items() if any(r.get(field) for r in rows)))
-    head = "".join(f"<th{_left(c)}>{c}</th>" for c in columns)
+def table(rows: Sequence[Row], columns: Sequence[str], view: show.View = show.KERNELS) -> str:
+    head = "".join(f"<th{_left(c, view)}>{c}</th>" for c in columns)
     body = []
     for row in show.shorten(rows):
         kind = "ok" if row["status"] == "ok" else "fail" if row["status"] in FAILED else "odd"
         cells = "".join(
             f'<td class="t {kind}" title="{escape(row["note"])}">{escape(row["status"])}</td>'
             if c == "status"
-            else f"<td{_left(c)}>{escape(show.COLUMNS[c](row)).replace(',', ', ' if c == 'case' else ',')}</td>"
+            else f"<td{_left(c, view)}>{escape(view.columns[c](row)).replace(',', ', ' if c == 'case' else ',')}</td>"
             for c in columns
         )
         body.append(f"<tr>{cells}</tr>")
     return f"<div class='scroll'><table><tr>{head}</tr>{''.join(body)}</table></div>"
 
 
-def _left(column: str) -> str:
+def _left(column: str, view: show.View) -> str:
     if column == "case":
         return ' class="t case"'
-    return ' class="t"' if column in show.TEXT_COLUMNS else ""
+    return ' class="t"' if column in view.text else ""
 
 
-def _labels(rows: Sequence[Row]) -> str:
+def labels(rows: Sequence[Row]) -> str:
     present: Any = dict.fromkeys(r["status"] for r in rows)
     items = "".join(f"<p><b>{s}</b>: {escape(STATUSES[s])}.</p>" for s in STATUSES if s in present)
     return f"<h2>Labels</h2><div class='soft'>{items}</div>"

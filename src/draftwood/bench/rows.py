@@ -7,13 +7,13 @@ from typing import Any
 
 from draftwood.bench.catalog import Job
 from draftwood.bench.planner import Progress
-from draftwood.bench.stats import summarize
+from draftwood.bench.stats import Summary, summarize
 from draftwood.bench.store import Row, now
 from draftwood.bench.work import Ceilings, bound, figures, is_suspect
 
 STATUSES = {
     "ok": "the interval reached its target at a level that does not drift",
-    "noisy": "more visits would not have reached the target within the case's share of the budget",
+    "noisy": "more visits would not have reached the target within the case's share of the budget, or there are none",
     "drift": "the second half differs from the first by more than the target",
     "low_n": "fewer than six visits",
     "budget": "time ran out before the target, or before the first visit",
@@ -23,12 +23,52 @@ STATUSES = {
     "timeout": "no answer within the limit of one case",
     "suspect": "faster than the measured ceiling allows: the measurement is at fault",
     "unchecked": "timed, but nothing says that the outputs are right",
+    "imposed": "timed with an acceptance that was set, not earned",
     "skipped": "the implementation does not take this case",
 }
 """Only `ok` rows may support a claim."""
 
 FAILED = ("wrong", "invalid", "crash", "timeout", "suspect")
 UNFINISHED = ("budget", "low_n")
+
+
+def blank_row(job: Job, status: str, note: str) -> Row:
+    """What every row has, of a job that was not timed."""
+    return {
+        "type": "row",
+        "kernel": job.kernel,
+        "impl": job.impl,
+        "case": {**dict(job.case.axes), "seed": job.case.seed},
+        "status": status,
+        "note": note,
+        "median_us": None,
+        "low_us": None,
+        "high_us": None,
+        "n": 0,
+        "cache": job.cache,
+    }
+
+
+def is_timed(status: str, progress: Progress) -> bool:
+    """Whether a row with this label may show the timings there are."""
+    return progress.n > 0 and status not in ("wrong", "crash", "timeout")
+
+
+def timing_fields(progress: Progress, summary: Summary) -> dict[str, Any]:
+    """The row fields that follow from the timings alone."""
+    return {
+        "median_us": summary.median,
+        "low_us": summary.low,
+        "high_us": summary.high,
+        "n": summary.n,
+        "p10_us": summary.p10,
+        "p90_us": summary.p90,
+        "cv": summary.cv,
+        "outliers": summary.outliers,
+        "drift": summary.drift,
+        "measure_s": progress.spent_s,
+        "timings_us": [[round(t, 4) for t in visit] for visit in progress.visits],
+    }
 
 
 def make_row(
@@ -43,53 +83,22 @@ def make_row(
     progress: Progress | None = None,
     clocks: Mapping[str, Any] | None = None,
 ) -> Row:
-    """The row of a job. `info` is the worker's reply to `prepare`, `common` what all rows of a run share."""
-    row: Row = {
-        "type": "row",
-        "kernel": job.kernel,
-        "impl": job.impl,
-        "case": {**dict(job.case.axes), "seed": job.case.seed},
-        "status": status,
-        "note": note,
-        "median_us": None,
-        "low_us": None,
-        "high_us": None,
-        "n": 0,
-        "bytes": None,
-        "flops": None,
-        "gbps": None,
-        "tflops": None,
-        "ceiling_share": None,
-        "cache": job.cache,
-        **common,
-        "time": now(),
-    }
+    """The row of a kernel's job. `info` is the worker's reply to `prepare`, `common` what all rows of a run share."""
+    untimed = dict.fromkeys(("bytes", "flops", "gbps", "tflops", "ceiling_share"))
+    row: Row = {**blank_row(job, status, note), **untimed, **common, "time": now()}
     if info is not None:
         row |= {k: v for k, v in info.items() if k != "status"}
-    if progress is None or not progress.n or status in ("wrong", "crash", "timeout"):
+    if progress is None or not is_timed(status, progress):
         return row
     summary = summarize(progress.visits, target)
     assert info is not None
-    limit = bound(info["bytes"], info["flops"], _dtype(job), job.cache, ceilings)
+    limit = bound(info["bytes"], info["flops"], dtype_of(job), job.cache, ceilings)
     if is_suspect(summary.low, limit):
         row["status"], row["note"] = "suspect", f"the floor is {limit.floor_us:.3g} us ({limit.binds})"
     elif status == "ok" and info["checked"] == "unchecked":
         row["status"] = "unchecked"
-    return row | {
-        "median_us": summary.median,
-        "low_us": summary.low,
-        "high_us": summary.high,
-        "n": summary.n,
-        "p10_us": summary.p10,
-        "p90_us": summary.p90,
-        "cv": summary.cv,
-        "outliers": summary.outliers,
-        "drift": summary.drift,
-        **figures(summary.median, info["bytes"], info["flops"], limit),
-        **(clocks or {}),
-        "measure_s": progress.spent_s,
-        "timings_us": [[round(t, 4) for t in visit] for visit in progress.visits],
-    }
+    rates = figures(summary.median, info["bytes"], info["flops"], limit)
+    return row | timing_fields(progress, summary) | rates | dict(clocks or {})
 
 
 def timed_s(row: Row) -> float:
@@ -97,7 +106,7 @@ def timed_s(row: Row) -> float:
     return float(sum(map(sum, row.get("timings_us") or ())) * row.get("calls", 0) / 1e6)
 
 
-def _dtype(job: Job) -> str:
+def dtype_of(job: Job) -> str:
     return str(dict(job.case.axes).get("dtype", "float32"))
 
 

@@ -6,7 +6,8 @@ import csv
 import io
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
@@ -14,8 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from draftwood.bench.catalog import UsageError
+from draftwood.bench.countdown import Countdown
+from draftwood.bench.generate import KERNEL, PLAIN
 from draftwood.bench.rows import FAILED
-from draftwood.bench.store import Row, axes_text, flat
+from draftwood.bench.store import Row, Store, axes_text, flat
 
 MOST_LINES = 60
 
@@ -92,6 +95,27 @@ SHORT = ("kernel", "impl", "case", "median us", "interval", "n", "GB/s", "TF/s",
 TEXT_COLUMNS = {"kernel", "impl", "case", "binds", "cache", "status", "method", "checked", "note"}
 
 
+@dataclass(frozen=True)
+class View:
+    """How the rows of a suite are shown."""
+
+    columns: Mapping[str, Callable[[Row], str]]
+    short: tuple[str, ...]
+    text: Collection[str]  # columns of words
+    sections: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # columns by what they are about
+    title: Callable[[Sequence[Row]], str | None] = lambda rows: None  # what must be said of all rows
+
+
+KERNELS = View(COLUMNS, SHORT, TEXT_COLUMNS)
+
+
+def view_of(rows: Sequence[Row]) -> View:
+    """The view of the suite that the rows come from."""
+    from draftwood.bench.generate.show import GENERATE
+
+    return GENERATE if any(row["kernel"] == KERNEL for row in rows) else KERNELS
+
+
 def varying_axes(rows: Sequence[Row]) -> dict[str, list[str]]:
     """By kernel, the axes that tell its cases apart: the others need not be repeated in each line."""
     values: dict[str, dict[str, set[Any]]] = {}
@@ -108,19 +132,21 @@ def shorten(rows: Sequence[Row]) -> list[Row]:
     return [{**r, "case": {a: r["case"][a] for a in varying[r["kernel"]] if a in r["case"]}} for r in rows]
 
 
-def table(rows: Sequence[Row], columns: Sequence[str] = SHORT, title: str | None = None) -> Table:
+def table(
+    rows: Sequence[Row], columns: Sequence[str] = SHORT, title: str | None = None, view: View = KERNELS
+) -> Table:
     out = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
         wide = column in ("case", "note", "method")
         out.add_column(
             column,
-            justify="left" if column in TEXT_COLUMNS else "right",
+            justify="left" if column in view.text else "right",
             no_wrap=not wide,
             overflow="ellipsis" if column == "case" else "fold",
         )
     before = None
     for row in shorten(rows):
-        cells = [COLUMNS[c](row) for c in columns]
+        cells = [view.columns[c](row) for c in columns]
         if row["kernel"] == before and columns[0] == "kernel":
             cells[0] = ""
         before = row["kernel"]
@@ -132,12 +158,22 @@ def table(rows: Sequence[Row], columns: Sequence[str] = SHORT, title: str | None
 
 
 def in_order(rows: Sequence[Row], sort: str | None = None) -> list[Row]:
-    """By kernel, case and implementation, or by a stored field."""
+    """By kernel, case and implementation, or by a stored field or figure."""
     if sort is None:
-        return sorted(rows, key=lambda r: (r["kernel"], _natural(r["case"]), r["impl"]))
-    if not any(sort in row for row in rows):
+        return sorted(rows, key=lambda r: (r["kernel"], _natural(r["case"]), _natural_impl(r["impl"])))
+    values = [row.get("figures", {}).get(sort, [row.get(sort)])[0] for row in rows]
+    if all(value is None for value in values):
         raise UsageError(f"`--sort {sort}`: no row has this field")
-    return sorted(rows, key=lambda r: (r.get(sort) is None, r.get(sort)))
+    pairs = zip(rows, values, strict=True)
+    return [row for row, _ in sorted(pairs, key=lambda pair: (pair[1] is None, pair[1]))]
+
+
+def _natural_impl(impl: str) -> tuple[str, float, str]:
+    """Plain decoding first; `tree:8` before `tree:16`, and before `tree:auto`."""
+    name, _, argument = impl.partition(":")
+    if name == PLAIN:
+        return "", 0.0, ""
+    return (name, float(argument), "") if argument.isdecimal() else (name, float("inf"), argument)
 
 
 def _natural(case: Mapping[str, Any]) -> list[tuple[str, float, str]]:
@@ -164,6 +200,15 @@ def short_table(
         console.print(versus_text(v))
 
 
+def last_line(console: Console, rows: Sequence[Row], out: Store, countdown: Countdown) -> None:
+    """How many rows of which label, what time it took, and where it is stored, or what is not."""
+    unsaved = f"; {len(out.pending)} lines NOT SAVED: {out.error}" if out.pending else ""
+    console.print(
+        f"{tally(rows)}; {countdown.used():.1f} s of {countdown.seconds:.0f} s; `{out.path}`{unsaved}",
+        style="bold",
+    )
+
+
 def versus_text(v: Mapping[str, Any]) -> str:
     return (
         (
@@ -181,13 +226,13 @@ def tally(rows: Sequence[Row]) -> str:
     return ", ".join(f"{n} {status}" for status, n in counts.most_common())
 
 
-def choose_columns(text: str | None) -> tuple[str, ...]:
+def choose_columns(text: str | None, view: View = KERNELS) -> tuple[str, ...]:
     if text is None:
-        return SHORT
+        return view.short
     columns = tuple(c.strip() for c in text.split(","))
     for column in columns:
-        if column not in COLUMNS:
-            raise UsageError(f"`--columns`: no column `{column}`; there are: {', '.join(COLUMNS)}")
+        if column not in view.columns:
+            raise UsageError(f"`--columns`: no column `{column}`; there are: {', '.join(view.columns)}")
     return columns
 
 
@@ -206,10 +251,10 @@ def as_csv(rows: Sequence[Row]) -> str:
     return out.getvalue()
 
 
-def as_markdown(rows: Sequence[Row], columns: Sequence[str] = SHORT) -> str:
+def as_markdown(rows: Sequence[Row], columns: Sequence[str] = SHORT, view: View = KERNELS) -> str:
     head = [
         "| " + " | ".join(columns) + " |",
-        "|" + "|".join("---" if c in TEXT_COLUMNS else "--:" for c in columns) + "|",
+        "|" + "|".join("---" if c in view.text else "--:" for c in columns) + "|",
     ]
-    body = ["| " + " | ".join(COLUMNS[c](row) for c in columns) + " |" for row in shorten(rows)]
+    body = ["| " + " | ".join(view.columns[c](row) for c in columns) + " |" for row in shorten(rows)]
     return "\n".join([*head, *body])

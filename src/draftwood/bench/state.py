@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 from draftwood.bench.catalog import Job
@@ -45,6 +46,16 @@ class State:
     slow_visits: int = 0
     timings: int = 1  # per visit, odd
     pending: bool = False  # its inputs are being generated, or its kernels compiled
+
+    def clock_fields(self) -> dict[str, Any]:
+        """Of its row: the clock during the visits, where it can be read."""
+        if not self.clocks:
+            return {}
+        return {
+            "clock_mhz": median(self.clocks),
+            "throttle": dict(self.throttle),
+            "slow_clock_visits": self.slow_visits,
+        }
 
 
 class Watcher(Protocol):

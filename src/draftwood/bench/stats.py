@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import erfc, pi, sin, sqrt
+from math import comb, erfc, pi, sin, sqrt
 from statistics import median
 from typing import Literal
 
@@ -219,6 +219,30 @@ def compare(
     if min(len(a), len(b)) < MIN_VALUES:
         verdict = "unclear"
     return Comparison(ratio, float(low), float(high), p, verdict)
+
+
+def compare_pairs(a: Sequence[float], b: Sequence[float]) -> Comparison:
+    """Median of the ratios a[i] / b[i] of values that belong together, say of one prompt, and a verdict as in `compare`.
+
+    Interval by order statistics and exact sign test: no assumption on how ratios are distributed over the pairs. The test
+    takes eight pairs at least to find a difference.
+
+    Raises:
+        ValueError: a and b differ in length, or are empty.
+    """
+    if len(a) != len(b) or not len(a):
+        raise ValueError(f"expected as many values on both sides, and some: {len(a)} and {len(b)}")
+    ratios = [float(x / y) for x, y in zip(a, b, strict=True)]
+    low, high = median_interval(ratios)
+    p = sign_test(sum(r < 1 for r in ratios), sum(r > 1 for r in ratios))
+    verdict = _verdict(low, high, p) if len(ratios) >= MIN_VALUES else "unclear"
+    return Comparison(float(median(ratios)), low, high, p, verdict)
+
+
+def sign_test(below: int, above: int) -> float:
+    """Two-sided p-value that signs so uneven come from a fair coin."""
+    n, fewer = below + above, min(below, above)
+    return min(1.0, 2 * sum(comb(n, k) for k in range(fewer + 1)) / (1 << n))
 
 
 def _verdict(low: float, high: float, p: float) -> Verdict:

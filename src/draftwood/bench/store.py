@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
@@ -111,12 +111,15 @@ def cut_torn_line(path: Path) -> None:
         os.truncate(path, data.rfind(b"\n") + 1)
 
 
-def reusable(run: Run, fingerprints: Mapping[tuple[str, str, str, str], str], keep_failed: bool) -> list[Row]:
-    """Rows of a run that need no second measuring: ok ones (or all) with the same fingerprint."""
+def reusable(
+    run: Run, fingerprints: Mapping[tuple[str, str, str, str], str], statuses: Collection[str]
+) -> list[Row]:
+    """Rows of a run that need no second measuring: those with the same fingerprint and one of these labels (none: any)."""
     return [
         row
         for row in run.rows
-        if fingerprints.get(job_key(row)) == row["fingerprint"] and (keep_failed or row["status"] == "ok")
+        if fingerprints.get(job_key(row)) == row["fingerprint"]
+        and (not statuses or row["status"] in statuses)
     ]
 
 
@@ -173,12 +176,18 @@ def newest(folder: Path) -> Path:
     return runs[-1]
 
 
+_NESTED = {"type", "case", "timings_us", "throttle", "figures", "visits"}
+
+
 def flat(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Rows for CSV and tables: case axes as text, timings left out."""
+    """Rows for CSV: case axes as text, each figure with its interval, single timings and visits left out."""
     return [
         {
-            **{k: v for k, v in row.items() if k not in ("type", "case", "timings_us", "throttle")},
+            **{k: v for k, v in row.items() if k not in _NESTED},
             "case": axes_text(row["case"]),
+            **{name: median for name, (median, _, _) in row.get("figures", {}).items()},
+            **{f"{name}_low": low for name, (_, low, _) in row.get("figures", {}).items()},
+            **{f"{name}_high": high for name, (_, _, high) in row.get("figures", {}).items()},
         }
         for row in rows
     ]

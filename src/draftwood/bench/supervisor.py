@@ -1,6 +1,6 @@
 """The worker process seen from outside: start it, ask it, and replace it when it dies or does not answer.
 
-Knows nothing about kernels or statistics. Requests are answered one at a time.
+Knows nothing about what is measured or statistics. Requests are answered one at a time.
 """
 
 from __future__ import annotations
@@ -53,10 +53,15 @@ def worker_of(device: str, peers: Sequence[Path], extra: Sequence[Path]) -> Star
 class Worker:
     """One child in its own process group. `config` is its first message; `hello()` is its answer."""
 
-    def __init__(self, config: Mapping[str, Any], command: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        command: Sequence[str] | None = None,
+        module: str = "draftwood.bench.worker",
+    ) -> None:
         self._stderr = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - closed by stop()
         self._process = subprocess.Popen(
-            list(command or (sys.executable, "-m", "draftwood.bench.worker")),
+            list(command or (sys.executable, "-m", module)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

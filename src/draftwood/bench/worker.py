@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from draftwood.bench.catalog import Catalog, Job, UsageError
 from draftwood.bench.makers import Makers, die_with_parent, find_gpu
@@ -26,7 +26,20 @@ PATIENCE_S = 0.5
 """How long a request waits for inputs of its case; then it is to be made again, after others."""
 
 
-def main() -> None:
+class Server(Protocol):
+    """What answers the requests of a suite."""
+
+    def hello(self) -> dict[str, Any]:
+        """Its first words, `device` among them."""
+        ...
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The reply to one request, with a status; never raises."""
+        ...
+
+
+def serve(start: Callable[[Mapping[str, Any]], Server]) -> None:
+    """Answer requests until stdin ends. `start` makes a server from the first message."""
     die_with_parent()
     faulthandler.enable()
     replies = os.fdopen(os.dup(1), "w")
@@ -34,21 +47,21 @@ def main() -> None:
     started = time.perf_counter()
     config = json.loads(sys.stdin.readline())
     try:
-        session = Session(config)
-        hello = {"device": session.describe(), "start_s": time.perf_counter() - started}
+        server = start(config)
+        hello = {**server.hello(), "start_s": time.perf_counter() - started}
     except Exception as e:  # noqa: BLE001 - the parent reports it
-        _reply(replies, {"status": "crash", "detail": _text(e), "fatal": True})
+        _reply(replies, {"status": "crash", "detail": error_text(e), "fatal": True})
         return
     _reply(replies, hello)
     for line in sys.stdin:
-        reply = session.answer(json.loads(line))
+        reply = server.answer(json.loads(line))
         _reply(replies, reply)
         if reply.get("fatal"):
             return
 
 
 class Session:
-    """State of one worker: the device it measures on and the cases it holds."""
+    """State of one kernel worker: the device it measures on and the cases it holds."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.device = str(config["device"])
@@ -73,13 +86,12 @@ class Session:
             "sample": self._sample,
         }
 
-    def describe(self) -> dict[str, Any]:
+    def hello(self) -> dict[str, Any]:
         from draftwood.bench import device
 
-        return device.describe(self.device)
+        return {"device": device.describe(self.device)}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply to one request; never raises."""
         try:
             return {"status": "done", **self.actions[request["do"]](request)}
         except Mismatch as e:
@@ -91,7 +103,7 @@ class Session:
         except KernelUnavailableError as e:
             return {"status": "skipped", "detail": str(e)}
         except Exception as e:  # noqa: BLE001 - whatever a kernel raises becomes its label
-            return {"status": "crash", "detail": _text(e), "fatal": _is_device_error(e)}
+            return {"status": "crash", "detail": error_text(e), "fatal": is_device_error(e)}
 
     def _prepare(self, request: Mapping[str, Any]) -> dict[str, Any]:
         job = Job.from_json(request["job"])
@@ -104,7 +116,7 @@ class Session:
         return {"timings": timings, **self.clock.read()}
 
 
-def _is_device_error(e: Exception) -> bool:
+def is_device_error(e: Exception) -> bool:
     """Whether the device context is lost; out of memory is not such an error."""
     import torch
 
@@ -114,7 +126,7 @@ def _is_device_error(e: Exception) -> bool:
     return "CUDA error" in text or "device-side assert" in text or "illegal memory access" in text
 
 
-def _text(e: Exception) -> str:
+def error_text(e: Exception) -> str:
     last = traceback.extract_tb(e.__traceback__)[-1]
     return f"{type(e).__name__}: {e} ({Path(last.filename).name}:{last.lineno})"
 
@@ -125,4 +137,4 @@ def _reply(stream: TextIO, message: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Session)

@@ -34,6 +34,7 @@ def chat(
     seed: Annotated[int | None, typer.Option(help="Of every reply; default: a new one each time.")] = None,
     mode: Annotated[Mode, typer.Option(help="How to draft; the text is the same in all three.")] = "tree",
     budget: Annotated[str, typer.Option(help="Slots per tree, root included, or `auto`.")] = "auto",
+    tp: Annotated[int, typer.Option(help="Ranks that share the weights, a GPU each.")] = 1,
     max_context: Annotated[int | None, typer.Option(help="Tokens; default: the model's limit.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float64.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -57,12 +58,18 @@ def chat(
     )
     layout = _layout(folder, raw)
     with Console(stderr=True).status("loading the model"):
-        settings: dict[str, Any] = {"mode": mode, "budget": parse_budget(budget), "max_context": max_context}
+        settings: dict[str, Any] = {
+            "mode": mode,
+            "budget": parse_budget(budget),
+            "max_context": max_context,
+            "tp": tp,
+        }
         llm = _load(model, drafter, dtype=dtype, device=device, **settings)
-    session = Session(llm, layout, params, thinking=thinking)
-    if system is not None:
-        session.conversation.set_system(system)
-    _talk(session, "the bundled model" if model is None else str(model))
+    with llm:
+        session = Session(llm, layout, params, thinking=thinking)
+        if system is not None:
+            session.conversation.set_system(system)
+        _talk(session, "the bundled model" if model is None else str(model))
 
 
 def _layout(folder: Path, raw: bool) -> Layout:
@@ -101,5 +108,13 @@ def _talk(session: Session, name: str) -> None:
     screen = Terminal(colours=wants_colours())
     does = "continues what you type" if session.layout.continues else "answers"
     screen.say(f"{name} {does}; `/help` lists commands, Ctrl-D leaves")
-    with line_history(history_file(), screen.say):
-        Repl(session, screen).run()
+    history = history_file()
+    with line_history(history, screen.say):
+        try:
+            Repl(session, screen).run()
+        except BaseException:
+            if session.conversation.n_turns:
+                rescued = history.with_name("chat_rescued.json")
+                session.conversation.save(rescued)
+                screen.say(f"the conversation so far is kept: `/load {rescued}`")
+            raise

@@ -101,13 +101,13 @@ class Terminal:
         try:
             for piece in pieces:
                 folded = piece.kind == "reasoning" and not reasoning
-                if piece.kind != kind and folded:
-                    folded_at = time.monotonic()
-                    self._write("thinking …", dim=True)
-                elif piece.kind != kind and kind is not None:
-                    self._next_part(folded_at)
-                    folded_at = 0.0
-                text = piece.text if kind in (None, piece.kind) else piece.text.lstrip("\n")
+                text = piece.text
+                if piece.kind != kind:
+                    if kind is not None:
+                        self._next_part(folded_at)
+                        text = text.lstrip("\n")
+                    folded_at = time.monotonic() if folded else 0.0
+                    self._write("thinking …" if folded else "", dim=True)
                 kind = piece.kind
                 if not folded:
                     self._write(text, dim=kind != "content")
@@ -118,8 +118,7 @@ class Terminal:
     def _next_part(self, folded_at: float) -> None:
         """Part reasoning from what comes after it."""
         if folded_at:
-            if self._colours:
-                sys.stdout.write("\r\x1b[K")
+            sys.stdout.write("\r\x1b[K" if self._colours else " ")
             seconds = time.monotonic() - folded_at
             self._write(f"thought for {seconds:.1f} s, `/think show` shows it", dim=True)
         self._write("\n" if self._at_start else "\n\n")
@@ -174,9 +173,10 @@ def line_history(path: Path, warn: Callable[[str], None]) -> Iterator[None]:
 
 
 class Interrupt:
-    """While entered, Ctrl-C asks the reply to stop once the model's pass under way has ended; the third one leaves the program.
+    """While entered, Ctrl-C asks the reply to stop once the model's pass under way has ended; the third one leaves.
 
-    An exception in the midst of a pass could leave pages or ranks of the engine in disorder, so there is none before.
+    An exception in the midst of a pass could leave pages or ranks of the engine in disorder, so none is raised before,
+    and after one the program ends.
     """
 
     def __init__(self) -> None:
@@ -190,12 +190,14 @@ class Interrupt:
         self._before = signal.signal(signal.SIGINT, self._pressed)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         signal.signal(signal.SIGINT, self._before)
+        if kind is KeyboardInterrupt:
+            raise SystemExit(130)
 
     def _pressed(self, signum: int, frame: FrameType | None) -> None:
         self._presses += 1
         if self._presses == 2:
             os.write(2, b"\nstopping after this pass of the model; Ctrl-C once more leaves\n")
         elif self._presses > 2:
-            raise SystemExit(130)
+            raise KeyboardInterrupt

@@ -1,8 +1,9 @@
 """How deep to draft and how many slots a tree should have: what pays, by measured cost and acceptance as observed.
 
 Expected tokens of a tree cut to N slots are 1 + c * sum of exp(score) over its drafted slots; c corrects the
-drafter's own belief by what was accepted. The controller maximises expected tokens per second, plain decoding
-included: where drafting does not pay it stops, and probes again after a while.
+drafter's own belief by what was accepted. Depth and slots maximise tokens minus (rate of late) * seconds: a round that
+promises much may take longer, since the rounds after it will not be as good. Whether to draft at all is a matter of credit:
+drafted rounds earn what they save over plain decoding, and a controller that has lost its credit decodes plainly for a while.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from draftwood.tree import DraftTree
 
 FORGET = 0.1
 """Weight of the newest round in the running averages."""
-RECENT = 0.3
-"""Weight of the newest drafted round in the judgement whether drafting pays."""
+FORGET_DEPTH = 0.05
+"""Weight of the newest draft in what each depth is worth: the depths differ by less than one draft does from the next."""
 OUTLIER = 2.0
 """A pass that took longer than this times the expected counts as that: something else had the processor."""
-MARGIN = 1.05
-"""Drafting must promise this much more than plain decoding: nearer to it, what is not timed decides."""
-FULL_EVERY = 16
+FULL_EVERY = 8
 """Drafts per one of full depth and size, which shows what more would bring; so does the first after a pause."""
 LEAST_BUILT = 8
 """Slots built at least, if the largest tree has them."""
+FIRST_CREDIT, MOST_CREDIT = 0.5, 1.0
+"""In plain rounds: what a first request may lose by drafting, and how much of the gains is remembered in bad times."""
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64
-"""Plain rounds before drafting is probed again; doubles while probing does not pay."""
+"""Plain rounds before drafting is probed again; doubles until the credit has been earned back."""
 
 
 class CostTable:
@@ -58,14 +59,13 @@ class BudgetController:
 
     def __init__(self, cost: CostTable, draft_seconds: Sequence[float]) -> None:
         self.cost, self.draft_seconds = cost, np.array(draft_seconds, np.float64)
-        self._gain = np.zeros(len(draft_seconds))  # tokens that each depth brings, decayed means
-        self._verify_seconds = 0.0  # decayed mean of the trees picked
-        self._drafts = self._newest_slots = 0
+        self._depths = np.zeros(
+            (2, len(draft_seconds))
+        )  # tokens and verify seconds of each depth, decayed means
+        self._tokens = self._seconds = 0.0  # of drafted rounds, decayed means
         self._promised = self._accepted = 1.0  # decayed sums; one token of good faith
-        self._pause = self._next_pause = 0
-        self._recent: tuple[float, float] | None = (
-            None  # tokens and seconds of drafted rounds since the last pause
-        )
+        self._drafts = self._newest_slots = 0
+        self._credit, self._pause, self._next_pause = FIRST_CREDIT, 0, 0
 
     @property
     def calibration(self) -> float:
@@ -74,8 +74,9 @@ class BudgetController:
 
     def restart(self) -> None:
         """A new request joins: other text may suit the drafter better, so half of the distrust goes."""
-        self._pause = self._next_pause = self._drafts = 0
-        self._recent = None
+        self._pause, self._next_pause = 0, self._next_pause // 2
+        if self._next_pause == 0:
+            self._credit = max(self._credit, FIRST_CREDIT)
         self._accepted = (self._accepted + self._promised) / 2
 
     def wants_draft(self) -> bool:
@@ -88,43 +89,55 @@ class BudgetController:
     def plan(self, slots: int) -> tuple[int, int]:
         """How deep to draft the next block and how many slots, of at most `slots`, to build; the last picks tell."""
         self._drafts += 1
-        if self._drafts % FULL_EVERY == 1:
-            return len(self._gain), slots
-        rates = (1 + np.cumsum(self._gain)) / (self.draft_seconds + self._verify_seconds)
-        return int(np.argmax(rates)) + 1, min(slots, max(LEAST_BUILT, 2 * self._newest_slots))
+        if self._drafts % FULL_EVERY == 1 or not self._seconds:
+            return len(self.draft_seconds), slots
+        tokens, verify = self._depths
+        worth = tokens - self._tokens / self._seconds * (verify + self.draft_seconds)
+        return int(np.argmax(worth)) + 1, min(slots, max(LEAST_BUILT, 2 * self._newest_slots))
 
     def pick(self, tree: DraftTree, depth: int) -> int:
-        """Slots to keep of a tree drafted `depth` deep, at least 2: most expected tokens per second.
+        """Slots to keep of a tree drafted `depth` deep, at least 2.
 
-        Where the drafted rounds since the last pause are slower than plain decoding, the rounds to come pause drafting.
+        Where that costs more credit than there is, the rounds to come pause drafting.
         """
         tree = tree.numpy()
         chances = reach(tree, self.calibration)
-        expected = chances.sum(0).cumsum()[1:]
+        plain = self.cost(tree.B)
+        rate = max(
+            1 / plain, self._tokens / self._seconds if self._seconds else 0.0
+        )  # tokens of one request a second
         verify = self.cost.of(tree.B * np.arange(2, tree.T + 1))
-        seconds = self.draft_seconds[depth - 1] + verify
-        best = int(np.argmax(expected / seconds))
-        newest = float(expected[best]), float(seconds[best])
-        self._learn_shape(tree, chances / tree.B, best + 2, depth, float(verify[best]))
-        before = newest if self._recent is None else self._recent
-        tokens, took = (RECENT * new + (1 - RECENT) * old for new, old in zip(newest, before, strict=True))
-        if tokens / took > MARGIN * tree.B / self.cost(tree.B):
-            self._recent, self._next_pause = (tokens, took), 0
-        else:
-            self._recent, self._drafts = None, 0
-            self._pause = self._next_pause = min(max(2 * self._next_pause, FIRST_PAUSE), LONGEST_PAUSE)
-        return best + 2
+        tokens = chances.sum(0).cumsum()[1:] / tree.B
+        best = int(np.argmax(tokens - rate * verify))
+        self._learn_depths(tree, chances, depth, rate, verify)
+        seconds = self.draft_seconds[depth - 1] + verify[best]
+        self._tokens += FORGET * (tokens[best] - self._tokens)
+        self._seconds += FORGET * (seconds - self._seconds)
+        self._newest_slots = best + 2
+        self._spend(float(tokens[best] - seconds / plain))
+        return self._newest_slots
 
-    def _learn_shape(
-        self, tree: DraftTree, chances: np.ndarray, slots: int, depth: int, verify_seconds: float
+    def _learn_depths(
+        self, tree: DraftTree, chances: np.ndarray, depth: int, rate: float, verify: np.ndarray
     ) -> None:
-        by_depth = np.bincount(
-            tree.depths[:, :slots].ravel(), chances[:, :slots].ravel(), minlength=depth + 1
-        )
-        self._newest_slots = slots
-        weight = 1.0 if self._drafts <= 1 else RECENT
-        self._gain[:depth] += weight * (by_depth[1:] - self._gain[:depth])
-        self._verify_seconds += weight * (verify_seconds - self._verify_seconds)
+        """What each depth up to this one would have brought: the best cut of the slots that are no deeper."""
+        weight = FORGET_DEPTH if self._depths.any() else 1.0
+        for d in range(1, depth + 1):
+            shallow = (tree.depths <= d) & (chances > 0)
+            place = shallow.cumsum(1) - 1  # among the row's shallow slots
+            tokens = np.bincount(place[shallow], chances[shallow], minlength=tree.T).cumsum()[1:] / tree.B
+            best = int(np.argmax(tokens - rate * verify))
+            newest = np.array([tokens[best], verify[best]])
+            self._depths[:, d - 1] += weight * (newest - self._depths[:, d - 1])
+
+    def _spend(self, gain: float) -> None:
+        """Book what a drafted round gains over plain decoding, in plain rounds; without credit left, pause."""
+        self._credit = min(MOST_CREDIT, self._credit + gain)
+        if self._credit < 0:
+            self._credit, self._drafts = 0.0, 0
+            self._pause = self._next_pause = min(max(2 * self._next_pause, FIRST_PAUSE), LONGEST_PAUSE)
+        elif self._credit == MOST_CREDIT:
+            self._next_pause = 0
 
     def observe_cost(self, rows: int, seconds: Mapping[str, float]) -> None:
         """Stage times of a round over `rows` target rows; rounds that drafted name more rows than requests."""
@@ -136,7 +149,7 @@ class BudgetController:
         self._accepted = (1 - FORGET) * self._accepted + FORGET * accepted
         known = self.draft_seconds[depth - 1]
         took = min(seconds["draft"] + seconds["build"], OUTLIER * known)
-        self.draft_seconds += FORGET * (took - known)  # what shifts one depth shifts them all
+        self.draft_seconds *= 1 + FORGET * (took / known - 1)  # what slows one depth down slows them all
 
 
 def reach(tree: DraftTree, calibration: float) -> np.ndarray:

@@ -14,8 +14,9 @@ from draftwood.cache.pages import OutOfPagesError
 from draftwood.cache.prefix import PrefixCache
 from draftwood.engine.budget import BudgetController
 from draftwood.engine.outputs import RoundRecord, StreamEvent
+from draftwood.engine.report import RowResult
 from draftwood.engine.request import Request
-from draftwood.engine.runner import RoundOutcome, RowResult, Runner
+from draftwood.engine.runner import RoundOutcome, Runner
 from draftwood.engine.scheduler import Copy, Prefill, Scheduler
 from draftwood.kernels.tree_accept import Done
 from draftwood.round import RoundPlan

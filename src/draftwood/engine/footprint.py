@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from draftwood.config import EngineConfig
-from draftwood.kernels.moe_int4 import GROUP
+from draftwood.drafting import MOST_WAITING
 from draftwood.models.config import TargetConfig
 from draftwood.models.drafter_config import DrafterConfig
 from draftwood.models.inventory import Split, TensorSpec, drafter_tensors, target_tensors
@@ -118,20 +118,11 @@ def footprint(
 
 def check_divides(c: TargetConfig, layout: Layout) -> None:
     """Raise `ModelError` naming a key of the target's config that the ranks cannot share evenly."""
-    ranks = Shard(0, layout.gpus)
-    ranks.bounds(c.num_attention_heads, what="num_attention_heads")
-    if c.first_k_dense_replace > 0:
-        ranks.bounds(c.intermediate_size, what="intermediate_size")
-    if c.first_k_dense_replace >= c.num_hidden_layers:
-        return
+    last = Shard(layout.gpus - 1, layout.gpus)
     if layout.expert_parallel:
-        ranks.bounds(c.n_routed_experts, what="n_routed_experts")
-    if c.n_shared_experts or not layout.expert_parallel:
-        ranks.bounds(c.moe_intermediate_size, what="moe_intermediate_size")
-    if c.quantization is not None and not layout.expert_parallel:
-        ranks.bounds(
-            c.moe_intermediate_size // GROUP, what=f"moe_intermediate_size in INT4 groups of {GROUP}"
-        )
+        last.bounds(c.n_routed_experts, what="key `n_routed_experts`")
+        c = c.model_copy(update={"quantization": None})  # no group is cut where experts stay whole
+    c.check_ranks(last)
 
 
 def context_bytes(c: DrafterConfig, layout: Layout) -> int:
@@ -190,6 +181,11 @@ def scratch_lines(
         taps, drafted = len(drafter.target_layer_ids), B * (drafter.block_size - 1)
         lines += [
             Line("features", rows * taps * d * size, f"{rows} slots, {taps} layers"),
+            Line(
+                "features that wait",
+                B * MOST_WAITING * taps * d * size,
+                f"of {MOST_WAITING} rounds without a draft",
+            ),
             Line("draft logits", drafted * V * (4 + size), f"{drafted} rows of {V}"),
         ]
     return tuple(lines)

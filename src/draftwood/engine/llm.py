@@ -6,9 +6,11 @@ LLM().generate(["def fibonacci(n):"], SamplingParams(max_new_tokens=64))
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -22,9 +24,11 @@ from draftwood.engine.budget import BudgetController, CostTable
 from draftwood.engine.engine import PLAIN, Engine, Speculation
 from draftwood.engine.intake import Prompt, make_request, make_requests
 from draftwood.engine.outputs import RequestOutput, StreamEvent
+from draftwood.engine.parallel_runner import ParallelRunner, serve
 from draftwood.engine.request import Request
 from draftwood.engine.runner import Runner
 from draftwood.engine.sampling_params import SamplingParams
+from draftwood.engine.world import World
 from draftwood.kernels import load_kernels
 from draftwood.models.config import InnerNormEps
 from draftwood.models.drafter import Drafter
@@ -33,6 +37,8 @@ from draftwood.models.layers import pack
 from draftwood.models.rope import YarnRule
 from draftwood.models.target import Target
 from draftwood.models.tokenizer import Tokenizer
+from draftwood.models.weights import Progress
+from draftwood.parallel import over_vocabulary
 from draftwood.round import Drafting, RoundPlan, Stages
 from draftwood.scores import ScoreRule
 
@@ -51,11 +57,15 @@ class LLM:
         kernels: implementation per kernel name, e.g. {"verify_attn": "torch"}; the rest is chosen for the device.
         inner_norm_eps: of the target, see `InnerNormEps`.
         yarn_rule: of the drafter, see `YarnRule`; None takes what `DrafterConfig.yarn_rule` decides.
+        progress: called with (bytes, bytes in all) while the target's tensors are read.
         settings: fields of `EngineConfig`.
 
     Raises:
         ModelError: a folder is unsound or the drafter does not fit. ValueError: a setting is wrong.
         KernelUnavailableError: a kernel asked for by name cannot be had.
+
+    With `tp` ranks this process is the first and starts the others, unless torchrun has: then an engine built on another
+    rank serves the first, and never returns. `close`, a `with` block, or the end of the program ends the others.
 
     `choices` says how the checkpoints were read where that was open, and why; empty for most.
     """
@@ -70,8 +80,20 @@ class LLM:
         kernels: Mapping[str, str] | None = None,
         inner_norm_eps: InnerNormEps = "reference",
         yarn_rule: YarnRule | None = None,
+        progress: Progress | None = None,
         **settings: Any,
     ) -> None:
+        again = partial(
+            type(self),
+            model,
+            drafter,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+            inner_norm_eps=inner_norm_eps,
+            yarn_rule=yarn_rule,
+            **settings,
+        )
         self.config = EngineConfig(**settings)
         if model is None:
             if drafter is not None:
@@ -81,7 +103,45 @@ class LLM:
             raise ValueError("yarn_rule: given without a drafter, whose positions it is about")
         self.device = _device(device)
         self.dtype = _dtype(dtype, self.device)
-        self.kernels = load_kernels(self.device, kernels)
+        self.world = World.open(self.config.tp, self.device, again)
+        weakref.finalize(self, self.world.close)
+        self._progress = progress
+        with self.world.together():
+            self._load(model, drafter, kernels, inner_norm_eps, yarn_rule)
+            self.world.wait_for_all()
+        if not self.world.is_first:
+            self._serve()
+
+    def _serve(self) -> NoReturn:
+        """Do as the first rank says until it closes its engine, and end this process."""
+        with self.world.together(), torch.inference_mode():
+            serve(self.world, self._counterpart)
+        self.world.close()
+        raise SystemExit(0)
+
+    def _counterpart(self, drafts: bool, noise_coupled: bool) -> Runner:
+        stages = self._stages(self.drafting if drafts else None, noise_coupled)
+        return Runner(stages, **self._runner_settings())
+
+    def close(self) -> None:
+        """End the processes of the other ranks; an engine of one rank has nothing to close."""
+        self.world.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _load(
+        self,
+        model: str | Path,
+        drafter: str | Path | None,
+        kernels: Mapping[str, str] | None,
+        inner_norm_eps: InnerNormEps,
+        yarn_rule: YarnRule | None,
+    ) -> None:
+        self.kernels = over_vocabulary(load_kernels(self.device, kernels), self.world.ranks)
         self.tokenizer, self.target = self._load_target(model, inner_norm_eps)
         pack(self.target)
         self.choices = self.target.config.choices
@@ -189,10 +249,20 @@ class LLM:
             engine.abort()
 
     def _runner(self, drafting: Drafting | None) -> Runner:
-        stages = Stages(self.target, self.latents, drafting, self.kernels, self.config.noise_coupled)
-        return Runner(
-            stages, page_size=self.config.page_size, max_context=self.max_context, device=self.device
-        )
+        stages = self._stages(drafting, self.config.noise_coupled)
+        if self.config.tp == 1:
+            return Runner(stages, **self._runner_settings())
+        return ParallelRunner(stages, self.world, **self._runner_settings())
+
+    def _stages(self, drafting: Drafting | None, noise_coupled: bool) -> Stages:
+        return Stages(self.target, self.latents, drafting, self.kernels, noise_coupled)
+
+    def _runner_settings(self) -> dict[str, Any]:
+        return {
+            "page_size": self.config.page_size,
+            "max_context": self.max_context,
+            "device": self.device,
+        }
 
     def _speculation(self, mode: Mode, budget: Budget) -> Speculation:
         if mode == "plain":
@@ -229,7 +299,10 @@ class LLM:
             dtype=self.dtype,
             device=self.device,
             kernels=self.kernels,
+            progress=self._progress,
             inner_norm_eps=inner_norm_eps,
+            ranks=self.world.ranks,
+            expert_parallel=self.config.expert_parallel,
         )
 
     def _load_drafter(self, folder: Path, yarn_rule: YarnRule | None) -> Drafting:
@@ -250,7 +323,7 @@ class LLM:
             drafter.config.num_hidden_layers,
             self.allocator.n_pages,
             self.config.page_size,
-            drafter.config.num_key_value_heads,
+            drafter.n_kv_heads,
             drafter.config.head_dim,
             dtype=self.dtype,
             device=self.device,

@@ -16,27 +16,12 @@ import numpy as np
 import torch
 
 from draftwood.engine.batch import build_state
-from draftwood.engine.outputs import TokenLogprob, TracedTree
+from draftwood.engine.report import RoundReport, RowResult, TokenScores, most_logprobs, row_results
 from draftwood.engine.row import Row
 from draftwood.engine.sampling_params import SamplingParams
-from draftwood.kernels.tree_accept import Done
 from draftwood.models.target import TreeBatch
-from draftwood.round import RoundPlan, RoundResult, RoundState, Stages, build, decode_round, draft
+from draftwood.round import RoundPlan, RoundState, Stages, build, decode_round, draft
 from draftwood.tree import DraftTree, from_parents, root_only
-
-
-@dataclass(frozen=True)
-class RowResult:
-    """What a round did for one row."""
-
-    emitted: list[int]
-    done: Done
-    slots: int
-    """Live slots of its tree, root included."""
-    expected: float
-    """Tokens that the tree's own scores promised, bonus included."""
-    logprobs: list[TokenLogprob] | None
-    trace: TracedTree | None
 
 
 @dataclass(frozen=True)
@@ -110,7 +95,9 @@ class Runner:
         timer = StageTimer(self.device)
         result = decode_round(self.stages, self._state, plan, timer)
         with timer("accept"):
-            rows = self._to_host(result, trace)
+            k = most_logprobs(self._rows)
+            scores = None if k is None else TokenScores.of(self.stages, result, k)
+            rows = row_results(self._rows, RoundReport.of(result), scores, trace=trace)
         return RoundOutcome(rows, result.tree.T, timer.seconds)
 
     @torch.inference_mode()
@@ -139,7 +126,7 @@ class Runner:
             rows,
             max_pages=max_pages,
             max_context=self.max_context,
-            vocab_size=self.stages.target.config.vocab_size,
+            vocab_size=self.stages.target.slice.padded,
             device=self.device,
         )
 
@@ -152,23 +139,6 @@ class Runner:
                 torch.cuda.synchronize()
             best = min(best, time.perf_counter() - started)
         return best
-
-    def _to_host(self, result: RoundResult, trace: bool) -> list[RowResult]:
-        done, n_slots = torch.stack([result.accepted.done, result.tree.n_slots]).tolist()
-        emitted = [[token for token in row if token >= 0] for row in result.accepted.emitted.tolist()]
-        expected = result.tree.scores.exp().sum(1).tolist()  # inert slots score -inf
-        logprobs = _logprobs(self.stages, [row.params.logprobs for row in self._rows], result, emitted)
-        return [
-            RowResult(
-                emitted[b],
-                Done(done[b]),
-                n_slots[b],
-                expected[b],
-                logprobs[b],
-                _traced(result, b, n_slots[b], emitted[b]) if trace else None,
-            )
-            for b in range(len(emitted))
-        ]
 
 
 class StageTimer:
@@ -195,36 +165,3 @@ def _chain(size: int) -> DraftTree:
     """A chain of `size` slots: how a prefill chunk looks to the target."""
     parents = np.arange(-1, size - 1)[None]
     return from_parents(np.zeros((1, size)), parents, [size])
-
-
-def _traced(result: RoundResult, b: int, n: int, emitted: list[int]) -> TracedTree:
-    tree = result.tree
-    return TracedTree(
-        tree.tokens[b, :n].tolist(),
-        tree.parents[b, :n].tolist(),
-        tree.scores[b, :n].tolist(),
-        [slot for slot in result.accepted.path[b].tolist() if slot >= 0],
-        emitted,
-    )
-
-
-def _logprobs(
-    stages: Stages, wanted: Sequence[int | None], result: RoundResult, emitted: list[list[int]]
-) -> list[list[TokenLogprob] | None]:
-    """Log-probabilities of the emitted tokens, path rows only; None for rows that want none."""
-    most = max((n for n in wanted if n is not None), default=None)
-    if most is None:
-        return [None] * len(wanted)
-    path = result.accepted.path.clamp(min=0).long()
-    rows = result.logits.gather(1, path[..., None].expand(-1, -1, result.logits.shape[-1]))  # [B, D + 1, V]
-    tokens = result.accepted.emitted.clamp(min=0).long()
-    chosen = rows.log_softmax(-1).gather(2, tokens[..., None])[..., 0].tolist()
-    lp, ids = (t.tolist() for t in stages.kernels.topk_logprobs(rows, min(max(most, 1), rows.shape[-1])))
-
-    def at(b: int, j: int, n: int) -> TokenLogprob:
-        top = tuple(zip(ids[b][j][:n], lp[b][j][:n], strict=True))
-        return TokenLogprob(emitted[b][j], chosen[b][j], top)
-
-    return [
-        None if n is None else [at(b, j, n) for j in range(len(emitted[b]))] for b, n in enumerate(wanted)
-    ]

@@ -37,7 +37,7 @@ class ChatTemplate:
     """How a model wants to see a conversation, and where its replies end."""
 
     def __init__(self, tokenizer: Tokenizer, layout: Layout, stop_token_ids: Sequence[int]) -> None:
-        self._tokenizer, self._layout = tokenizer, layout
+        self.tokenizer, self._layout = tokenizer, layout
         self.stop_token_ids = tuple(stop_token_ids)
 
     @classmethod
@@ -79,14 +79,17 @@ class ChatTemplate:
         for i, message in enumerate(conversation["messages"]):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise ChatError(f"messages[{i}]: expected an object with a string `role`")
-        if conversation["tools"] and isinstance(self._tokenizer, KimiTokenizer):
+        for i, tool in enumerate(conversation["tools"] or []):
+            if not isinstance(tool, dict):
+                raise ChatError(f"tools[{i}]: expected an object, got {tool!r}")
+        if conversation["tools"] and isinstance(self.tokenizer, KimiTokenizer):
             conversation = _with_sorted_tools(conversation)
         conversation["add_generation_prompt"] = add_generation_prompt
-        return self._tokenizer.encode_parts(self._layout.parts(conversation))
+        return self.tokenizer.encode_parts(self._layout.parts(conversation))
 
     def parser(self, prompt: Sequence[int]) -> ReplyParser:
         """A reader for the tokens generated after `prompt`, which says whether the reply starts inside its reasoning."""
-        return ReplyParser(self._tokenizer, prompt, self.stop_token_ids)
+        return ReplyParser(self.tokenizer, prompt, self.stop_token_ids)
 
     def parse(self, prompt: Sequence[int], reply: Sequence[int]) -> ChatReply:
         """A whole reply."""
@@ -100,7 +103,10 @@ def _layout(folder: Path, tokenizer: Tokenizer) -> Layout:
     file = folder / TEMPLATE_FILE
     source = None
     if file.exists():
-        source = file.read_text(encoding="utf-8")
+        try:
+            source = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as e:
+            raise ModelError(f"{file}: not UTF-8 text: {e}") from e
     elif (folder / CONFIG_FILE).exists():
         file = folder / CONFIG_FILE
         source = _configured_template(file)
@@ -130,8 +136,10 @@ def _configured_template(file: Path) -> str | None:
 def _plain_data(values: dict[str, Any]) -> dict[str, Any]:
     """A deep copy as JSON data, so that templates see dicts, lists, strings and numbers alone."""
     try:
-        copy: dict[str, Any] = json.loads(json.dumps(values))
-    except (TypeError, ValueError) as e:
+        text = json.dumps(values, ensure_ascii=False)
+        text.encode()  # half of a surrogate pair is no character
+        copy: dict[str, Any] = json.loads(text)
+    except (TypeError, ValueError, RecursionError) as e:
         raise ChatError(f"messages, tools and variables must be JSON data: {e}") from e
     return copy
 

@@ -58,7 +58,7 @@ class KimiLayout:
         if c["tools"]:
             types = c.get("tools_ts_str") if self._wrapper else None
             yield from self._turn("system", "tool_declare", [types or _compact(c["tools"])])
-        if messages and messages[0]["role"] != "system" and not self._wrapper:
+        if not self._wrapper and (not messages or messages[0]["role"] != "system"):
             yield from self._turn("system", "system", [DEFAULT_SYSTEM])
         answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and not m.get("tool_calls")]
         for i, message in enumerate(messages):

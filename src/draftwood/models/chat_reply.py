@@ -87,7 +87,7 @@ class ReplyParser:
         self._stops = frozenset(stop_token_ids)
         self._place = "reasoning" if self._ends_in_reasoning(prompt) else "content"
         self._in_section = False  # of tool calls
-        self._header = ""
+        self._held = ""  # text whose meaning the next mark decides
         self._decoder = StreamDecoder(tokenizer)
         self._new: list[ReplyDelta] = []
 
@@ -124,15 +124,15 @@ class ReplyParser:
     def _text(self, text: str) -> None:
         if not text:
             return
-        if self._place == "header":
-            self._header += text
+        if self._place in ("section", "header"):
+            self._held += text
         elif self._place == "arguments":
             self.reply.tool_calls[-1].arguments += text
             self._add(ReplyDelta("arguments", text, len(self.reply.tool_calls) - 1))
         elif self._place == "reasoning":
             self.reply.reasoning_content += text
             self._add(ReplyDelta("reasoning", text))
-        elif self._place == "content" or not text.isspace():  # space between calls is nothing
+        else:
             self.reply.content += text
             self._add(ReplyDelta("content", text))
 
@@ -145,36 +145,33 @@ class ReplyParser:
 
     def _leave(self, place: str = "content", *, closed: bool = False) -> None:
         """End what is open, a call among it, and go on in `place`. `closed`: the model itself ended the call."""
-        left, self._place = self._place, place
+        left, held, self._place, self._held = self._place, self._held, "content", ""
         if left == "arguments":
             call = self.reply.tool_calls[-1]
             call.error = _json_problem(call.arguments) if closed else "its end is missing"
             if call.error is not None:
                 self.reply.errors.append(f"tool call {call.id}: {call.error}")
         elif left == "header":
-            self._fail_header("has no arguments")
-
-    def _fail_header(self, problem: str) -> None:
-        """What looked like a call is content."""
-        header, place = self._header, self._place
-        self.reply.errors.append(f"tool call {header.strip()!r} {problem}")
-        self._place = "content"
-        self._text(header)
+            self.reply.errors.append(f"tool call {held.strip()!r} has no arguments")
+            self._text(held)
+        elif not held.isspace():  # space between calls is nothing
+            self._text(held)
         self._place = place
 
     def _begin_call(self) -> None:
         self._leave("header")
-        self._header = ""
 
     def _begin_arguments(self) -> None:
         if self._place != "header":
             self.reply.errors.append("arguments of a tool call that has not begun")
             return
-        id = self._header.strip()
+        held, self._held = self._held, ""
+        id = held.strip()
         found = _CALL_ID.fullmatch(id)
         if found is None:
+            self.reply.errors.append("a tool call has no name")
             self._place = "content"
-            self._fail_header("has no name")
+            self._text(held)
             return
         self._place = "arguments"
         self.reply.tool_calls.append(ToolCall(id, found[1]))
@@ -213,6 +210,6 @@ def _token_id(tokenizer: Tokenizer, name: str) -> int | None:
 def _json_problem(arguments: str) -> str | None:
     try:
         value = json.loads(arguments)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         return f"its arguments are not JSON: {e}"
     return None if isinstance(value, dict) else "its arguments are not a JSON object"

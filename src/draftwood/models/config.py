@@ -160,7 +160,7 @@ class TargetConfig(FolderConfig):
                 )
         return self
 
-    def check_ranks(self, shard: Shard) -> None:
+    def check_ranks(self, shard: Shard, *, expert_parallel: bool = False) -> None:
         """Raise `ModelError` naming a key whose number cannot be shared by this many ranks."""
         keys = ["num_attention_heads"]
         if self.first_k_dense_replace > 0:
@@ -169,7 +169,9 @@ class TargetConfig(FolderConfig):
             keys.append("moe_intermediate_size")
         for key in keys:
             shard.bounds(getattr(self, key), what=f"key `{key}`")
-        if self.quantization is not None:
+        if expert_parallel:
+            shard.bounds(self.n_routed_experts, what="key `n_routed_experts`")
+        elif self.quantization is not None:
             shard.bounds(
                 self.moe_intermediate_size // 32, what="key `moe_intermediate_size`, in groups of 32"
             )

@@ -42,15 +42,25 @@ def most_rows(n_experts: int, top_k: int) -> int:
 class DenseExperts:
     """Routed and shared experts; see `of`."""
 
-    def __init__(self, gate_up: PackedMatrix, down: PackedMatrix, n_routed: int, inner: int) -> None:
-        self._gate_up, self._down = gate_up, down
-        self._n_routed, self._inner = n_routed, inner
+    def __init__(
+        self, gate_up: PackedMatrix, down: PackedMatrix, inner: int, own: range, n_experts: int
+    ) -> None:
+        self._gate_up, self._down, self._inner = gate_up, down, inner
+        self._n_routed, self._n_experts = len(own), n_experts
+        self._own = None if len(own) == n_experts else slice(own.start, own.stop)
 
     @classmethod
-    def of(cls, gate_up: Tensor, down: Tensor, shared: tuple[Tensor, Tensor] | None) -> Self | None:
+    def of(
+        cls,
+        gate_up: Tensor,
+        down: Tensor,
+        shared: tuple[Tensor, Tensor] | None,
+        own: range | None = None,
+        n_experts: int | None = None,
+    ) -> Self | None:
         """Of gate_up [E, 2 I, d], down [E, d, I] and the shared experts' gate_up [2 S, d] and down [d, S].
 
-        None where the weights cannot be packed.
+        `own` are the numbers of these among `n_experts`, where there are more. None where the weights cannot be packed.
         """
         E, _, inner = down.shape
         gate, up = (part.flatten(0, 1) for part in gate_up.chunk(2, 1))
@@ -62,7 +72,7 @@ class DenseExperts:
         packed_gate_up, packed_down = PackedMatrix.of(torch.cat((gate, up))), PackedMatrix.of(columns)
         if packed_gate_up is None or packed_down is None:
             return None
-        return cls(packed_gate_up, packed_down, E, inner)
+        return cls(packed_gate_up, packed_down, inner, own or range(E), n_experts or E)
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x [N, d], weights and experts [N, k] as `route` gives them -> [N, d].
@@ -71,7 +81,9 @@ class DenseExperts:
         """
         gate, up = self._gate_up(x).chunk(2, -1)
         h = F.silu(gate).mul_(up)
-        scale = x.new_zeros(len(x), self._n_routed).scatter_(1, experts.long(), weights)
+        scale = x.new_zeros(len(x), self._n_experts).scatter_(1, experts.long(), weights)
+        if self._own is not None:
+            scale = scale[:, self._own]
         routed = h[:, : self._n_routed * self._inner]
         routed.view(len(x), self._n_routed, self._inner).mul_(scale[..., None])
         return self._down(h)

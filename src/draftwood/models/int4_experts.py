@@ -42,8 +42,9 @@ def check_stored(weights: Weights, config: TargetConfig) -> None:
             )
 
 
-def stack_int4(E: int, d: int, inner: int, take: Take) -> Int4Experts:
-    """This rank's columns of every expert; `inner` is the width over all ranks."""
+def stack_int4(E: int, d: int, inner: int, take: Take, own: range | None = None) -> Int4Experts:
+    """This rank's columns of the experts `own`, by default all E; `inner` is the width over all ranks."""
+    own = range(E) if own is None else own
     start, stop = take.shard.bounds(inner, what="`moe_intermediate_size`")
     I = stop - start
     scales = take.header("0.gate_proj.weight_scale")
@@ -51,23 +52,26 @@ def stack_int4(E: int, d: int, inner: int, take: Take) -> Int4Experts:
         raise ModelError(f"{scales.where} is {scales.dtype}, expected {' or '.join(SCALES)}")
     scale = SCALES[scales.dtype]
     stacked = Int4Experts(
-        take.empty(E, 2 * I, d // PER_WORD, dtype=torch.int32),
-        take.empty(E, 2 * I, d // GROUP, dtype=scale),
-        take.empty(E, d, I // PER_WORD, dtype=torch.int32),
-        take.empty(E, d, I // GROUP, dtype=scale),
+        take.empty(len(own), 2 * I, d // PER_WORD, dtype=torch.int32),
+        take.empty(len(own), 2 * I, d // GROUP, dtype=scale),
+        take.empty(len(own), d, I // PER_WORD, dtype=torch.int32),
+        take.empty(len(own), d, I // GROUP, dtype=scale),
     )
     words = {"dtype": torch.int32, "stored": ("I32",)}
     numbers = {"dtype": scale, "stored": (scales.dtype,)}
-    for e in range(E):
+    for other in set(range(E)).difference(own):
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            take.under(f"{other}.{name}").skip("weight_packed", "weight_scale", "weight_shape")
+    for e, number in enumerate(own):
         for name, rows in (("gate_proj", slice(I)), ("up_proj", slice(I, None))):
-            expert = take.under(f"{e}.{name}")
-            _check_shape(expert, inner, d)
-            stacked.gate_up_packed[e, rows] = expert.rows("weight_packed", inner, d // PER_WORD, **words)
-            stacked.gate_up_scale[e, rows] = expert.rows("weight_scale", inner, d // GROUP, **numbers)
-        expert = take.under(f"{e}.down_proj")
-        _check_shape(expert, d, inner)
-        stacked.down_packed[e] = expert.columns("weight_packed", d, inner // PER_WORD, **words)
-        stacked.down_scale[e] = expert.columns("weight_scale", d, inner // GROUP, **numbers)
+            matrix = take.under(f"{number}.{name}")
+            _check_shape(matrix, inner, d)
+            stacked.gate_up_packed[e, rows] = matrix.rows("weight_packed", inner, d // PER_WORD, **words)
+            stacked.gate_up_scale[e, rows] = matrix.rows("weight_scale", inner, d // GROUP, **numbers)
+        matrix = take.under(f"{number}.down_proj")
+        _check_shape(matrix, d, inner)
+        stacked.down_packed[e] = matrix.columns("weight_packed", d, inner // PER_WORD, **words)
+        stacked.down_scale[e] = matrix.columns("weight_scale", d, inner // GROUP, **numbers)
     return stacked
 
 

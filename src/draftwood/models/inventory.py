@@ -30,6 +30,8 @@ Memory = Literal["converted", "fp32", "as stored", "dropped"]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
+    """One tensor; `shape` is the whole one's, as the files have it, whatever ranks share."""
+
     name: str
     shape: tuple[int, ...]
     part: str
@@ -85,24 +87,24 @@ def drafter_tensors(c: DrafterConfig) -> Iterator[TensorSpec]:
         yield from _mlp(layer + "mlp.", d, c.intermediate_size, "MLP")
 
 
-def found(specs: Iterable[TensorSpec], folder: Path, rename: Rename) -> tuple[list[TensorSpec], str]:
-    """The specs with their types as the folder's files have them, and what that rests on.
+def found(specs: Iterable[TensorSpec], folder: Path, rename: Rename) -> tuple[list[TensorSpec] | None, str]:
+    """The specs with their types as the folder's files have them, and what is known from where.
 
-    Without any safetensors file the types stay those assumed, and names are held against the index if there is one.
+    None without any safetensors file: names are then held against the index, if there is one.
     Raises `ModelError` naming the first tensor that is missing, misshapen, of a wrong type or without a place, or the
     file that is missing or truncated.
     """
     if any(folder.glob("*.safetensors")):
         weights = Weights(folder, rename, torch.bfloat16, torch.device("cpu"))
         return list(_as_stored(specs, weights.headers(), folder)), "sizes from the headers of the files"
-    needed = [spec for spec in specs if not spec.optional]
+    sizes = "sizes from config.json, of 16-bit numbers where it says nothing else"
     if not (folder / INDEX).exists():
-        return needed, "no weight files: sizes from config.json, in the types that Kimi is published in"
+        return None, f"no weight files: {sizes}"
     names = {rename(name) for name in read_index(folder)}
-    for spec in needed:
-        if spec.name not in names:
+    for spec in specs:
+        if spec.name not in names and not spec.optional:
             raise ModelError(f"{folder / INDEX}: tensor `{spec.name}` {list(spec.shape)} is missing")
-    return needed, "no weight files: names from their index, sizes from config.json"
+    return None, f"no weight files: names from their index, {sizes}"
 
 
 def _as_stored(

@@ -47,6 +47,14 @@ class TargetOutput:
     )  # [B, T, len(taps) * d], residual stream after each tapped layer, in the order asked
 
 
+@dataclass(frozen=True)
+class SoftmaxPart:
+    """What a slice of the vocabulary adds to a log softmax."""
+
+    chosen: Tensor  # the chosen token's logit, -inf if it is in another slice
+    sum: Tensor  # logsumexp over the slice
+
+
 Attend = Callable[..., Tensor]
 """`verify_attn` of one pass, see `for_layers`."""
 
@@ -108,22 +116,27 @@ class MLA(nn.Module):
 class MoE(Packable):
     """Routed experts through the `moe` kernel, or `moe_int4`, plus the shared ones, which are not scaled.
 
-    A rank has its share of every expert's inner columns and gives their part of the sum.
+    A rank has its share of every expert's inner columns, or with `expert_parallel` its share of the routed experts, and
+    gives their part of the sum. All ranks choose the same experts for a token.
     Packed, and for few rows, all of them at once: see `DenseExperts`.
     """
 
-    def __init__(self, config: TargetConfig, kernels: Kernels, take: Take) -> None:
+    def __init__(self, config: TargetConfig, kernels: Kernels, take: Take, expert_parallel: bool) -> None:
         super().__init__()
         E, d, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.own, experts = range(E), take.under("experts")
+        if expert_parallel:
+            self.own = range(*take.shard.bounds(E, what="key `n_routed_experts`"))
+            experts = experts.whole()
         self.is_int4 = config.quantization is not None
         self.matrices: tuple[str, ...]
         if self.is_int4:
             self.experts, self.matrices = kernels.moe_int4, Int4Experts._fields
-            for name, tensor in stack_int4(E, d, inner, take.under("experts"))._asdict().items():
+            for name, tensor in stack_int4(E, d, inner, experts, self.own)._asdict().items():
                 self.register_parameter(name, frozen(tensor))
         else:
             self.experts, self.matrices = kernels.moe, ("gate_up", "down")
-            self.gate_up, self.down = map(matrix, _stack_experts(E, d, inner, take.under("experts")))
+            self.gate_up, self.down = map(matrix, _stack_experts(E, d, inner, experts, self.own))
         # The router stays in fp32 (fp64 in an fp64 model): near ties decide which experts run.
         precise = torch.promote_types(take.dtype, torch.float32)
         self.router = frozen(take("gate.weight", E, d, dtype=precise))
@@ -146,21 +159,29 @@ class MoE(Packable):
         self.dense_rows = most_rows(len(self.router), self.routing["top_k"])
         if self.dense_rows > 0:
             shared = None if self.shared is None else (self.shared.gate_up.weight, self.shared.down.weight)
-            self.dense = DenseExperts.of(self.gate_up, self.down, shared)
+            self.dense = DenseExperts.of(self.gate_up, self.down, shared, self.own, len(self.router))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, d] -> [N, d]."""
         if self.dense is not None and len(x) <= self.dense_rows:
             return self.dense(x, *route(x, self.router, self.bias, **self.routing))
-        experts = (getattr(self, name) for name in self.matrices)
-        routed: Tensor = self.experts(x, self.router, self.bias, *experts, **self.routing)
+        experts, first = (getattr(self, name) for name in self.matrices), self.own.start
+        routed: Tensor = self.experts(x, self.router, self.bias, *experts, first_expert=first, **self.routing)
         return routed if self.shared is None else routed + self.shared(x)
 
 
 class Layer(nn.Module):
     """x += attention(norm(x)); x += MLP or MoE(norm(x))."""
 
-    def __init__(self, config: TargetConfig, index: int, kernels: Kernels, take: Take, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        config: TargetConfig,
+        index: int,
+        kernels: Kernels,
+        take: Take,
+        ranks: Ranks,
+        expert_parallel: bool,
+    ) -> None:
         super().__init__()
         self.eps, self.ranks = config.rms_norm_eps, ranks
         self.attention_norm = frozen(take("input_layernorm.weight", config.hidden_size))
@@ -168,7 +189,7 @@ class Layer(nn.Module):
         self.attention = MLA(config, take.under("self_attn"))
         self.mlp: MLP | MoE
         if config.is_moe(index):
-            self.mlp = MoE(config, kernels, take.under("mlp"))
+            self.mlp = MoE(config, kernels, take.under("mlp"), expert_parallel)
         else:
             self.mlp = MLP(config.hidden_size, config.intermediate_size, take.under("mlp"))
 
@@ -191,6 +212,7 @@ class Target(nn.Module):
         kernels: Kernels,
         device: torch.device,
         ranks: Ranks = ALONE,
+        expert_parallel: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.attend, self.ranks = config, kernels.verify_attn, ranks
@@ -198,7 +220,7 @@ class Target(nn.Module):
         self.slice = VocabularySlice.of(V, take.shard)
         self.embedding = frozen(take.vocabulary("model.embed_tokens.weight", V, d))
         self.layers = nn.ModuleList(
-            Layer(config, i, kernels, take.under(f"model.layers.{i}"), ranks)
+            Layer(config, i, kernels, take.under(f"model.layers.{i}"), ranks, expert_parallel)
             for i in range(config.num_hidden_layers)
         )
         self.norm = frozen(take("model.norm.weight", d))
@@ -217,18 +239,26 @@ class Target(nn.Module):
         progress: Progress | None = None,
         inner_norm_eps: InnerNormEps = "reference",
         ranks: Ranks = ALONE,
+        expert_parallel: bool = False,
     ) -> Self:
-        """Load config and this rank's share of the tensors.
+        """Load config and this rank's share of the tensors, see `MoE` for `expert_parallel`.
 
         Raises `ModelError` naming the key, file or tensor at fault.
         """
         config, device = TargetConfig.from_folder(path, inner_norm_eps=inner_norm_eps), torch.device(device)
-        config.check_ranks(ranks.shard)
+        config.check_ranks(ranks.shard, expert_parallel=expert_parallel)
         weights = Weights(
             Path(path), lambda name: own_name(name, config), dtype, device, progress, ranks.shard
         )
         check_stored(weights, config)
-        target = cls(config, Take(weights), kernels=kernels, device=device, ranks=ranks)
+        target = cls(
+            config,
+            Take(weights),
+            kernels=kernels,
+            device=device,
+            ranks=ranks,
+            expert_parallel=expert_parallel,
+        )
         weights.finish()
         return target
 
@@ -278,6 +308,16 @@ class Target(nn.Module):
         logits: Tensor = self.head(hidden)
         return self.slice.filled(logits.float())
 
+    def logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """log softmax at tokens [...] i32 of `logits` [..., V], f32; the same on all ranks."""
+        if self.ranks.size == 1:
+            return logits.log_softmax(-1).gather(-1, tokens.long()[..., None])[..., 0]
+        row, inside = self.slice.row(tokens)
+        own = logits.gather(-1, row.long()[..., None])[..., 0].masked_fill(~inside, -torch.inf)
+        parts = self.ranks.gather(SoftmaxPart(own, logits.logsumexp(-1)))
+        chosen, sums = (torch.stack(x) for x in zip(*((p.chosen, p.sum) for p in parts), strict=True))
+        return chosen.amax(0) - sums.logsumexp(0)
+
 
 def own_name(name: str, config: TargetConfig) -> str | None:
     """A stored tensor's name without wrapper prefixes; None for what text generation does not need."""
@@ -309,15 +349,17 @@ def _nope_and_rope(weight: Tensor, heads: int, rope_dim: int) -> tuple[Tensor, T
     return nope.flatten(0, 1), torch.cat((rope[:, 0::2], rope[:, 1::2]), 1).flatten(0, 1)
 
 
-def _stack_experts(E: int, d: int, inner: int, take: Take) -> tuple[Tensor, Tensor]:
-    """gate_up [E, 2 I, d], gate rows first, and down [E, d, I] from one tensor per expert and projection.
+def _stack_experts(E: int, d: int, inner: int, take: Take, own: range) -> tuple[Tensor, Tensor]:
+    """gate_up [E', 2 I, d], gate rows first, and down [E', d, I] from one tensor per expert and projection.
 
-    I is the rank's share of `inner`.
+    E' counts the experts `own` out of E; I is the rank's share of `inner`.
     """
     I = inner // take.shard.size
-    gate_up, down = take.empty(E, 2 * I, d), take.empty(E, d, I)
-    for e in range(E):
-        expert = take.under(str(e))
+    gate_up, down = take.empty(len(own), 2 * I, d), take.empty(len(own), d, I)
+    for other in set(range(E)).difference(own):
+        take.under(str(other)).skip(*(f"{name}_proj.weight" for name in ("gate", "up", "down")))
+    for e, number in enumerate(own):
+        expert = take.under(str(number))
         gate_up[e, :I] = expert.rows("gate_proj.weight", inner, d)
         gate_up[e, I:] = expert.rows("up_proj.weight", inner, d)
         down[e] = expert.columns("down_proj.weight", d, inner)

@@ -106,7 +106,18 @@ class Weights:
             view: Tensor = self._file(file).get_slice(key)[part] if part else self._file(file).get_tensor(key)
         except SafetensorError as e:
             raise ModelError(f"{header.where} cannot be read: {e}") from e
-        tensor = view.to(device=self.device, dtype=dtype or self.dtype).contiguous()
+        # A copy in any case: a view would keep the whole file mapped, and follow what happens to it.
+        tensor = view.to(device=self.device, dtype=dtype or self.dtype, copy=True).contiguous()
+        del view
+        self._done_with(name, header)
+        return tensor
+
+    def skip(self, name: str) -> None:
+        """Count a tensor as used that another rank has."""
+        self._done_with(name, self.header(name))
+
+    def _done_with(self, name: str, header: Header) -> None:
+        file, _ = self._where[name]
         if name in self._unused:
             self._unused.discard(name)
             self._left[file] -= 1
@@ -115,7 +126,6 @@ class Weights:
             del self._files[file]  # its pages need not stay mapped
         if self.progress is not None:
             self.progress(self._read, self._total)
-        return tensor
 
     def header(self, name: str, *shape: int) -> Header:
         """What the file says about a tensor; without it, the error names the shape it should have."""
@@ -190,12 +200,10 @@ class Take:
     `ModelError` naming the tensor.
     """
 
-    def __init__(self, weights: Weights, prefix: str = "") -> None:
+    def __init__(self, weights: Weights, prefix: str = "", shard: Shard | None = None) -> None:
+        """`shard` is another than that of the weights, for a part of a model that is shared in another way."""
         self._weights, self._prefix = weights, prefix
-
-    @property
-    def shard(self) -> Shard:
-        return self._weights.shard
+        self.shard = shard or weights.shard
 
     @property
     def dtype(self) -> torch.dtype:
@@ -225,9 +233,18 @@ class Take:
     def header(self, name: str) -> Header:
         return self._weights.header(self._prefix + name)
 
+    def skip(self, *names: str) -> None:
+        """Tensors that another rank takes."""
+        for name in names:
+            self._weights.skip(self._prefix + name)
+
+    def whole(self) -> Self:
+        """For tensors of which each rank has all or nothing: `rows` and `columns` take all."""
+        return type(self)(self._weights, self._prefix, WHOLE)
+
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Memory where the tensors go, to stack several into one."""
         return torch.empty(shape, dtype=dtype or self._weights.dtype, device=self._weights.device)
 
     def under(self, prefix: str) -> Self:
-        return type(self)(self._weights, f"{self._prefix}{prefix}.")
+        return type(self)(self._weights, f"{self._prefix}{prefix}.", self.shard)

@@ -18,6 +18,7 @@ def moe(
     topk_group: int = 1,
     norm_topk_prob: bool = True,
     scaling: float = 1.0,
+    first_expert: int = 0,
     impl: str | None = None,
 ) -> Array:
     """Sum over each token's experts of weight * down(silu(gate(x)) * up(x)). Shared experts are not included.
@@ -26,13 +27,14 @@ def moe(
         x: [N, d].
         router: [E, d]; scores are computed in fp32 (f64 for f64 input).
         bias: [E] f32, added for the selection only.
-        gate_up: [E, 2 I, d], gate rows first.
-        down: [E, d, I].
+        gate_up: [E, 2 I, d], gate rows first; or of the experts first_expert .. first_expert + E' - 1 alone, E' < E.
+        down: [E, d, I], or of the same experts.
         top_k: experts per token.
         n_group, topk_group: experts are split into n_group groups, of which the topk_group with the largest sum of
             their two best biased scores stay.
         norm_topk_prob: divide the weights by (their sum + 1e-20).
         scaling: routed_scaling_factor, applied after the normalisation.
+        first_expert: the expert that gate_up and down begin with. Experts that they lack add nothing to the sum.
         impl: implementation name; None chooses by the type and device of `x`.
 
     Returns:
@@ -54,4 +56,5 @@ def moe(
         topk_group=topk_group,
         norm_topk_prob=norm_topk_prob,
         scaling=scaling,
+        first_expert=first_expert,
     )

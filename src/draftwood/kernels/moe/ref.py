@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 Matrices = Callable[[int], np.ndarray]
-"""Expert -> its weight [out, in]."""
+"""Number of an expert among those there are -> its weight [out, in]."""
 
 
 def moe(
@@ -22,6 +22,7 @@ def moe(
     topk_group: int = 1,
     norm_topk_prob: bool = True,
     scaling: float = 1.0,
+    first_expert: int = 0,
 ) -> np.ndarray:
     """See `draftwood.kernels.moe.moe`."""
     weights, experts = route(
@@ -34,16 +35,17 @@ def moe(
         norm_topk_prob=norm_topk_prob,
         scaling=scaling,
     )
-    return run_experts(x, weights, experts, gate_up.__getitem__, down.__getitem__)
+    own = range(first_expert, first_expert + len(down))
+    return run_experts(x, weights, experts, own, gate_up.__getitem__, down.__getitem__)
 
 
 def run_experts(
-    x: np.ndarray, weights: np.ndarray, experts: np.ndarray, gate_up: Matrices, down: Matrices
+    x: np.ndarray, weights: np.ndarray, experts: np.ndarray, own: range, gate_up: Matrices, down: Matrices
 ) -> np.ndarray:
-    """The routed experts' weighted sum [N, d], given what `route` gives."""
+    """The weighted sum [N, d] of the experts `own`, which the matrices are of, given what `route` gives."""
     out = np.zeros(x.shape, np.float64)
-    for e in np.unique(experts):
-        token, rank = np.nonzero(experts == e)
+    for e, expert in enumerate(own):
+        token, rank = np.nonzero(experts == expert)
         gate, up = np.split(x[token].astype(np.float64) @ gate_up(e).T.astype(np.float64), 2, axis=1)
         hidden = gate * _sigmoid(gate) * up
         out[token] += weights[token, rank, None] * (hidden @ down(e).T.astype(np.float64))

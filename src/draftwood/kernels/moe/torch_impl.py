@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 Matrices = Callable[[int], Tensor]
-"""Expert -> its weight [out, in], of any float type."""
+"""Number of an expert among those there are -> its weight [out, in], of any float type."""
 
 
 def moe(
@@ -24,6 +24,7 @@ def moe(
     topk_group: int = 1,
     norm_topk_prob: bool = True,
     scaling: float = 1.0,
+    first_expert: int = 0,
 ) -> Tensor:
     """See `draftwood.kernels.moe.moe`. Reads the experts' loads on the host, which waits for the device on a GPU."""
     weights, experts = route(
@@ -36,14 +37,23 @@ def moe(
         norm_topk_prob=norm_topk_prob,
         scaling=scaling,
     )
-    return run_experts(x, weights, experts, gate_up.__getitem__, down.__getitem__)
+    matrices = gate_up.__getitem__, down.__getitem__
+    own = None if len(down) == len(router) else range(first_expert, first_expert + len(down))
+    return run_experts(x, weights, experts, *matrices, own)
 
 
-def run_experts(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Matrices, down: Matrices) -> Tensor:
-    """The routed experts' weighted sum [N, d], given what `route` gives. Asks for the matrices of chosen experts only."""
+def run_experts(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Matrices, down: Matrices, own: range | None = None
+) -> Tensor:
+    """The weighted sum [N, d] of the experts `own`, by default all, given what `route` gives.
+
+    Asks for the matrices of chosen experts only.
+    """
     top_k = experts.shape[1]
     rows = x.to(weights.dtype)
     order = None
+    if own is not None:
+        return _run_own(rows, weights, experts, gate_up, down, own).to(x.dtype)
     if len(x) == 1:  # its experts are distinct: nothing to sort
         chosen, loads, rows = experts[0].tolist(), [1] * top_k, rows.expand(top_k, -1)
     else:
@@ -58,6 +68,25 @@ def run_experts(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Matrices, 
     if order is not None:
         outputs = torch.empty_like(outputs).index_copy_(0, order, outputs)
     return torch.bmm(weights[:, None], outputs.view(*experts.shape, -1)).squeeze(1).to(x.dtype)
+
+
+def _run_own(
+    rows: Tensor, weights: Tensor, experts: Tensor, gate_up: Matrices, down: Matrices, own: range
+) -> Tensor:
+    """`run_experts` where only the experts `own` are here."""
+    pairs = ((experts >= own.start) & (experts < own.stop)).nonzero()
+    flat = experts[pairs[:, 0], pairs[:, 1]]
+    order = flat.argsort(stable=True)
+    token, rank = pairs[order].unbind(1)
+    out = torch.zeros_like(rows)
+    counts = flat.bincount(minlength=own.stop).tolist()[own.start :]
+    chosen = [expert for expert, n in enumerate(counts) if n > 0]
+    if not chosen:
+        return out
+    loads = [counts[expert] for expert in chosen]
+    gate, up = _by_expert(rows[token], gate_up, chosen, loads).chunk(2, -1)
+    outputs = _by_expert(silu(gate).mul_(up), down, chosen, loads)
+    return out.index_add_(0, token, outputs * weights[token, rank, None])
 
 
 def _by_expert(rows: Tensor, matrices: Matrices, experts: Sequence[int], loads: Sequence[int]) -> Tensor:

@@ -35,6 +35,7 @@ def moe(
     topk_group: int = 1,
     norm_topk_prob: bool = True,
     scaling: float = 1.0,
+    first_expert: int = 0,
 ) -> Tensor:
     """See `draftwood.kernels.moe.moe`.
 
@@ -56,9 +57,13 @@ def moe(
     E, _, I = down.shape
     pairs = N * top_k
     tile = choose_tile(chip_of(x.device), x.element_size(), pairs, E)
-    tiles = tile.count(pairs, E)
+    tiles = pairs if N == 1 else tile.count(pairs, E)
     hidden = torch.empty((pairs, I), dtype=x.dtype, device=x.device)
     outputs = torch.empty((pairs, d), dtype=torch.float32, device=x.device)
+    if len(router) > E:
+        experts = experts - first_expert
+        experts = torch.where((experts >= 0) & (experts < E), experts, -1)  # -1: not here
+        outputs.zero_()
     out = torch.empty((N, d), dtype=x.dtype, device=x.device)
     alone = N == 1  # its experts are distinct: nothing to put in order
     order = tile_expert = experts

@@ -96,7 +96,7 @@ def select(
 
 @triton.jit
 def align(
-    experts,  # [pairs]
+    experts,  # [pairs], -1 for one to leave out
     order,  # [tiles * BLOCK_M]: the pairs in expert order, each expert's from a new tile on; `pairs` fills up
     tile_expert,  # [tiles]: -1 for a tile not needed
     pairs,
@@ -111,8 +111,8 @@ def align(
     offset = tl.arange(0, CHUNK)
     loads = tl.zeros([E_PAD], tl.int32)
     for start in range(0, pairs, CHUNK):
-        inside = start + offset < pairs
-        loads += tl.histogram(tl.load(experts + start + offset, mask=inside, other=0), E_PAD, mask=inside)
+        chosen = tl.load(experts + start + offset, mask=start + offset < pairs, other=-1)
+        loads += tl.histogram(tl.maximum(chosen, 0), E_PAD, mask=chosen >= 0)
     needed = (loads + BLOCK_M - 1) // BLOCK_M
     first = tl.sum(tl.where(bins < e, needed, 0), 0)
     last = tl.sum(tl.where(bins <= e, needed, 0), 0)

@@ -25,6 +25,7 @@ def moe_int4(
     topk_group: int = 1,
     norm_topk_prob: bool = True,
     scaling: float = 1.0,
+    first_expert: int = 0,
     impl: str | None = None,
 ) -> Array:
     """Sum over each token's experts of weight * down(silu(gate(x)) * up(x)), as `moe` and with its routing.
@@ -38,10 +39,11 @@ def moe_int4(
         router: [E, d]; scores are computed in fp32 (f64 for f64 input).
         bias: [E] f32, added for the selection only.
         gate_up_packed: [E, 2 I, d / 8] i32, gate rows first, I a multiple of 32.
-        gate_up_scale: [E, 2 I, d / 32], x's dtype or f32.
+        gate_up_scale: [E, 2 I, d / 32], bf16, fp16 or f32 (f64 for f64 input), whatever x's dtype is.
         down_packed: [E, d, I / 8] i32.
         down_scale: [E, d, I / 32], as gate_up_scale.
         top_k, n_group, topk_group, norm_topk_prob, scaling: as for `moe`, whose `route` decides.
+        first_expert: as for `moe`; the four matrices may be those of some experts alone.
         impl: implementation name; None chooses by the type and device of `x`.
 
     Returns:
@@ -61,4 +63,5 @@ def moe_int4(
         topk_group=topk_group,
         norm_topk_prob=norm_topk_prob,
         scaling=scaling,
+        first_expert=first_expert,
     )

@@ -18,6 +18,7 @@ def moe_int4(
     gate_up_scale: np.ndarray,
     down_packed: np.ndarray,
     down_scale: np.ndarray,
+    first_expert: int = 0,
     **routing: Any,
 ) -> np.ndarray:
     """See `draftwood.kernels.moe_int4.moe_int4`."""
@@ -26,6 +27,7 @@ def moe_int4(
         x,
         weights,
         experts,
+        range(first_expert, first_expert + len(down_packed)),
         lambda e: dequantise(gate_up_packed[e], gate_up_scale[e]),
         lambda e: dequantise(down_packed[e], down_scale[e]),
     )

@@ -27,12 +27,17 @@ def moe_int4(
     gate_up_scale: Tensor,
     down_packed: Tensor,
     down_scale: Tensor,
+    first_expert: int = 0,
     **routing: Any,
 ) -> Tensor:
     """See `draftwood.kernels.moe_int4.moe_int4`."""
     weights, experts = route(x, router, bias, **routing)
     quantised = (gate_up_packed, gate_up_scale, down_packed, down_scale)
+    E = len(down_packed)
+    own = None if len(router) == E else range(first_expert, first_expert + E)
     if x.is_cuda:
+        if own is not None:
+            return all_experts(x, weights, experts, *quantised, own)
         every = pair_by_pair if experts.numel() < len(router) else all_experts
         return every(x, weights, experts, *quantised)
     return run_experts(
@@ -41,6 +46,7 @@ def moe_int4(
         experts,
         lambda e: dequantise(gate_up_packed[e], gate_up_scale[e], weights.dtype),
         lambda e: dequantise(down_packed[e], down_scale[e], weights.dtype),
+        own,
     )
 
 
@@ -83,15 +89,16 @@ def all_experts(
     gate_up_scale: Tensor,
     down_packed: Tensor,
     down_scale: Tensor,
+    own: range | None = None,
 ) -> Tensor:
-    """The same by way of every expert and every token. A token that is not finite stays by itself."""
-    E = len(gate_up_packed)
-    scale = weights.new_zeros(len(x), E).scatter_(1, experts.long(), weights)
-    chosen = torch.zeros_like(scale, dtype=torch.bool).scatter_(1, experts.long(), True)
+    """The same by way of every expert, or those of `own`, and every token. A token that is not finite stays by itself."""
+    own = own or range(len(gate_up_packed))
     out = torch.zeros_like(x, dtype=weights.dtype)
-    for e in range(E):
+    for e, expert in enumerate(own):
+        here = experts == expert  # [N, top_k], once per row at most
         gate_up = dequantise(gate_up_packed[e], gate_up_scale[e], x.dtype)
         gate, up = torch.mm(x, gate_up.t()).chunk(2, 1)
         y = torch.mm(silu(gate).mul_(up), dequantise(down_packed[e], down_scale[e], x.dtype).t())
-        out += torch.where(chosen[:, e, None], y * scale[:, e, None], 0)
+        scale = torch.where(here, weights, 0).sum(1, keepdim=True)
+        out += torch.where(here.any(1, keepdim=True), y * scale, 0)
     return out.to(x.dtype)
