@@ -44,4 +44,4 @@ def test_every_output_equals_its_solo_run(soak, tmp_path):
     assert tally.reused_tokens > 500
     assert tally.refused > 0
     assert {"stop", "length", "cancelled"} == set(tally.reasons)
-    assert max(levels[3:]) <= max(levels[:3]) * 1.1
+    assert max(levels[3:]) <= max(levels[:3]) + 20  # one tensor a round would be hundreds
