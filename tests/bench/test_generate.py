@@ -27,6 +27,7 @@ from draftwood.bench.generate.suite import MIN_VISITS, GenerateSuite
 from draftwood.bench.planner import Progress
 from draftwood.bench.state import Options
 from draftwood.bench.supervisor import Worker
+from support.kimi_configs import INT4
 from support.tiny import TARGET, write_drafter, write_target
 
 DEFAULTS = {"batch": ("1",), "prompt": ("8",), "new": ("8",), "temperature": ("0",), "budget": ("auto",)}
@@ -164,41 +165,38 @@ def test_a_difference_is_told_by_its_earliest_token():
 # synthetic models
 
 
-@pytest.fixture(scope="module")
-def synthetic(tmp_path_factory):
+@pytest.mark.parametrize(("temperature", "experts"), [(0.0, "plain"), (1.0, "int4")])
+def test_the_imposed_acceptance_is_what_comes_and_trees_gain(tmp_path, temperature, experts):
     """Two layers of a config of forty, with the cost of a drafter."""
+    from draftwood import SamplingParams
     from draftwood.bench.generate.synthetic import SyntheticLLM
 
-    folder = tmp_path_factory.mktemp("synthetic")
-    write_target(folder / "target", vocab_size=200, hidden_size=96, num_hidden_layers=1)
-    write_drafter(folder / "drafter", {"vocab_size": 200, "hidden_size": 96})
-    config = json.loads((folder / "target/config.json").read_text())
-    (folder / "deep.json").write_text(json.dumps(config | {"num_hidden_layers": 40}))
-    drafter = folder / "drafter/config.json"
-    return SyntheticLLM(folder / "deep.json", drafter, 2, device="cpu", dtype="float32", max_batch=8)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_imposed_acceptance_is_what_comes_and_trees_gain(synthetic, temperature):
-    from draftwood import SamplingParams
-
-    synthetic.imposed.impose((0.7,))
-    assert len(synthetic.target.layers) == 2
+    sizes = {"vocab_size": 200, "hidden_size": 96}
+    config = TARGET | sizes | {"num_hidden_layers": 40, "moe_intermediate_size": 32}
+    config |= {"quantization_config": INT4} if experts == "int4" else {}
+    (tmp_path / "deep.json").write_text(json.dumps(config))
+    drafter = write_drafter(tmp_path / "drafter", sizes) / "config.json"
+    llm = SyntheticLLM(
+        tmp_path / "deep.json", drafter, 2, device="cpu", dtype="float32", max_batch=8, max_context=200
+    )
+    assert len(llm.target.layers) == 2
+    assert (llm.target.config.quantization is not None) == (experts == "int4")
+    llm.imposed.impose((0.7,))
     start = prompts.Uniform(200, 0).take(0, 8, 6)
     params = [
         SamplingParams(max_new_tokens=120, seed=i, ignore_eos=True, temperature=temperature) for i in range(8)
     ]
-    plain = synthetic.generate(start, params, mode="plain")
+    plain = llm.generate(start, params, mode="plain")
     for prompt, output in zip(start, plain, strict=True):
         assert output.token_ids == [(prompt[-1] + 1 + i) % 200 for i in range(120)]
     per_round = {}
     for mode in ({"mode": "chain"}, {"mode": "tree", "budget": 16}):
-        outputs = synthetic.generate(start, params, **mode)
+        outputs = llm.generate(start, params, **mode)
         assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
         whole = [r for o in outputs for r in o.rounds[:-1]]
         per_round[mode["mode"]] = np.mean([r.emitted for r in whole])
         assert np.mean([r.expected for r in whole]) == pytest.approx(per_round[mode["mode"]], rel=0.15)
-    expected = sum(0.7**d for d in range(synthetic.imposed.max_depth + 1))
+    expected = sum(0.7**d for d in range(llm.imposed.max_depth + 1))
     assert per_round["chain"] == pytest.approx(expected, rel=0.15)
     assert per_round["tree"] > 1.15 * per_round["chain"]
 

@@ -109,12 +109,12 @@ class BaseSuite(ABC):
                 if self.options.plan_only:
                     return 0
                 for lot in plan.left_out:
-                    for p in lot:
+                    for p in lot if lot not in plan.tried else ():
                         self._finish(
                             p.key, "budget", f"the minimum takes {self.min_visits * p.visit_s:.2g} s"
                         )
                 with self._clocked("measure"):
-                    self._measure(plan.fits)
+                    self._measure(plan.tried)
             except KeyboardInterrupt:
                 self.ended_by = "interrupted"
                 self.watcher.warn("interrupted: closing")

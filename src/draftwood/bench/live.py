@@ -67,6 +67,7 @@ class Live:
         console.print(
             f"{n} cases, at least {self.min_visits} visits each: {plan.total_s:.1f} s of the {left_s:.1f} s left: "
             + (f"{left_out} do not fit" if left_out else "fits")
+            + ("; the cheapest is tried all the same" if left_out and not plan.fits else "")
             + (f"; compiled for {compiling:.1f} s on the side" if compiling >= 0.1 else ""),
             style="bold",
         )

@@ -91,6 +91,11 @@ class Plan:
     fits: list[Lot]
     left_out: list[Lot]
 
+    @property
+    def tried(self) -> list[Lot]:
+        """What fits; else the cheapest, for few visits are more than none."""
+        return self.fits or sorted(self.left_out, key=cost)[:1]
+
 
 def cost(lot: Lot) -> float:
     """Wall seconds of one visit to each of the lot."""

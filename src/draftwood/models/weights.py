@@ -108,7 +108,6 @@ class Weights:
             raise ModelError(f"{header.where} cannot be read: {e}") from e
         # A copy in any case: a view would keep the whole file mapped, and follow what happens to it.
         tensor = view.to(device=self.device, dtype=dtype or self.dtype, copy=True).contiguous()
-        del view
         self._done_with(name, header)
         return tensor
 

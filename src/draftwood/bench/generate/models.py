@@ -57,7 +57,7 @@ def describe(models: Models, llm: LLM) -> dict[str, Any]:
     facts: dict[str, Any] = {"dtype": dtype, "exact": dtype in EXACT, "choices": llm.choices}
     if models.synthetic:
         configs = [Path(p) for p in (models.synthetic, models.synthetic_drafter) if p]
-        name = f"synthetic {configs[0].parent.name}/{configs[0].name}, {llm.target.config.num_hidden_layers} layers"
+        name = f"synthetic {configs[0].parent.name}/{configs[0].name}, layers={llm.target.config.num_hidden_layers}"
         name += "" if models.synthetic_drafter else ", no drafter cost"
         parts = [p.read_bytes() for p in configs]
     else:

@@ -60,10 +60,10 @@ def _plots(rows: Sequence[Row], colors: Colors) -> str:
             _dots(rows, colors, "realised_per_round", "tokens"),
         ),
         ("Wait for a token, p99", _dots(rows, colors, "itl_p99_ms", "ms")),
-        ("A round, by stage", _stages(rows)),
     ]
     key = legend(names)
-    return "".join(f"<h2>{escape(title)}</h2>{key}{plot}" for title, plot in parts if plot)
+    plots = "".join(f"<h2>{escape(title)}</h2>{key}{plot}" for title, plot in parts if plot)
+    return f"{plots}<h2>A round, by stage</h2>{_stages(rows)}"
 
 
 def _speedups(rows: Sequence[Row], colors: Colors) -> str:
@@ -92,20 +92,18 @@ def _by_case(
     unit: str,
     mark: float | None = None,
 ) -> str:
-    """A line per setting, a dot per mode."""
+    """A line per row: intervals of modes overlap."""
     if not rows:
         return ""
-    texts = [axes_text(r["case"]) for r in show.shorten(rows)]
-    lines = list(dict.fromkeys(texts))
     series = [
-        Series(
-            mode,
-            colors[mode],
-            [point(r, lines.index(t)) for r, t in zip(rows, texts, strict=True) if r["impl"] == mode],
-        )
+        Series(mode, colors[mode], [point(r, i) for i, r in enumerate(rows) if r["impl"] == mode])
         for mode in dict.fromkeys(r["impl"] for r in rows)
     ]
-    return dot_plot(lines, series, [mark] * len(lines), unit)
+    return dot_plot(_names(rows), series, [mark] * len(rows), unit)
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    return [f"{r['impl']} {axes_text(r['case'])}" for r in show.shorten(rows)]
 
 
 def _lines(rows: Sequence[Row], colors: Colors, name: str, unit: str) -> str:
@@ -135,9 +133,9 @@ def _figure_point(row: Row, x: float, name: str) -> Point:
 def _stages(rows: Sequence[Row]) -> str:
     """Medians of each stage, one bar per row."""
     bars = []
-    for row, short in zip(rows, show.shorten(rows), strict=True):
+    for row, name in zip(rows, _names(rows), strict=True):
         parts = [row["figures"].get(f"{stage}_ms", (0.0,))[0] for stage in STAGES]
-        bars.append(Bar(f"{row['impl']} {axes_text(short['case'])}", [max(0.0, part) for part in parts]))
+        bars.append(Bar(name, [max(0.0, part) for part in parts]))
     return legend([(stage, i) for i, stage in enumerate(STAGES)]) + stacked_bars(bars, STAGES, "ms")
 
 

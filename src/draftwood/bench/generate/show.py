@@ -113,15 +113,19 @@ def last_tables(console: Console, rows: Sequence[Row], lines: int) -> None:
     for row in failed[:8]:
         note = COLUMNS["note"](row)
         console.print(f"{row['status']}: {row['impl']} {axes_text(row['case'])}: {note}", style="red")
-    left = lines - 1 - len(failed[:8])
-    for i, columns in enumerate(SECTIONS.values()):
-        fits = shown[: max(1, left - 4)] if i == 0 else shown
-        if i > 0 and len(shown) + 3 > left:
-            console.print("... more: `draftwood bench show --section latency,stages,acceptance`", style="dim")
+    left = lines - 2 - len(failed[:8])
+    fits = shown[: max(1, left - 3)]
+    console.print(table(fits, SPEED, above, GENERATE))
+    if len(fits) < len(shown):
+        console.print(f"... {len(shown) - len(fits)} more rows: `draftwood bench show`", style="dim")
+    left -= len(fits) + 2 + bool(above)
+    timed = [r for r in shown if r["median_us"]]
+    for name, columns in SECTIONS.items() if timed else ():
+        if columns == SPEED:
+            continue
+        if len(timed) + 3 > left:
+            console.print(f"... more: `draftwood bench show --section {name}`", style="dim")
             break
-        console.print(table(fits, columns, above, GENERATE))
         console.print()
-        left -= len(fits) + 2 + bool(above)
-        if len(fits) < len(shown):
-            console.print(f"... {len(shown) - len(fits)} more rows: `draftwood bench show`", style="dim")
-            break
+        console.print(table(timed, columns, above, GENERATE))
+        left -= len(timed) + 2 + bool(above)

@@ -14,8 +14,8 @@ from draftwood.bench.catalog import Job
 from draftwood.bench.generate.cases import Models, mode_of, parse_accept
 from draftwood.bench.worker import error_text, is_device_error, serve
 
-WARM_UP_TOKENS = 16
-"""Generated, twice, before a mode is timed on a setting: the first time compiles, the second tells what a token takes."""
+WARM_UP_TOKENS = (4, 16)
+"""Generated before a mode is timed on a setting: the first time compiles, the second tells what a token takes."""
 
 
 class Session:
@@ -68,10 +68,9 @@ class Session:
         }
 
     def _warm_up(self, job: Job) -> dict[str, Any]:
-        new = min(job.case["new"], WARM_UP_TOKENS)
-        self._generate(job, 0, new)
+        records = [self._generate(job, 0, min(job.case["new"], n))[0] for n in WARM_UP_TOKENS]
         self.warm.add(job.id)
-        return self._generate(job, 0, new)[0]
+        return records[-1]
 
     def _sample(self, request: Mapping[str, Any]) -> dict[str, Any]:
         job = Job.from_json(request["job"])
