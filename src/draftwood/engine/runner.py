@@ -6,6 +6,7 @@ that ranks of a tensor-parallel engine can be sent the same ones.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,11 @@ class RoundOutcome:
     """T, of every row."""
     seconds: dict[str, float]
     """Wall time per stage."""
+
+
+@dataclass(frozen=True)
+class Digest:
+    sha256: torch.Tensor  # [32] u8
 
 
 class Runner:
@@ -78,6 +84,15 @@ class Runner:
             scores = None if k is None else TokenScores.of(self.stages, result, k)
             rows = row_results(self._rows, RoundReport.of(result), scores, trace=trace)
         return RoundOutcome(rows, result.tree.T, timer.seconds)
+
+    def check_ranks_agree(self) -> None:
+        """Raise AssertionError unless all ranks have the same latents in their pages, bit for bit."""
+        pages = self.stages.latents.pages
+        digest = hashlib.sha256(pages.cpu().view(torch.uint8).numpy().tobytes()).digest()
+        own = Digest(torch.tensor(list(digest), dtype=torch.uint8, device=pages.device))
+        for rank, other in enumerate(self.stages.target.ranks.gather(own)):
+            if not torch.equal(other.sha256, own.sha256):
+                raise AssertionError(f"rank {rank} has other latents in its pages")
 
     def time_target(self, rows: int) -> float:
         """Seconds of a target pass over `rows` independent roots with an empty prefix."""
