@@ -56,6 +56,11 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Same seed, same text, in every mode.")] = None,
     mode: Annotated[Mode, typer.Option(help="How to draft; the text is the same in all three.")] = "tree",
     budget: Annotated[str, typer.Option(help="Slots per tree, root included, or `auto`.")] = "auto",
+    tp: Annotated[int, typer.Option(help="Ranks that share the weights, a GPU each.")] = 1,
+    expert_parallel: Annotated[
+        bool,
+        typer.Option("--expert-parallel", help="With --tp: whole experts per rank, not a share of each."),
+    ] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float64.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     yarn_rule: Annotated[
@@ -87,7 +92,13 @@ def generate(
             min_p=min_p,
             seed=_seed(seed, temperature, compare),
         )
-        settings: dict[str, Any] = {"mode": mode, "budget": parse_budget(budget), "max_batch": 1}
+        settings: dict[str, Any] = {
+            "mode": mode,
+            "budget": parse_budget(budget),
+            "max_batch": 1,
+            "tp": tp,
+            "expert_parallel": expert_parallel,
+        }
         with byte_bar("loading the model", stderr) as progress:
             llm = LLM(
                 model,

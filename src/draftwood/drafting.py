@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 MOST_WAITING = 64
 """Plain rounds whose features wait to be projected together."""
+
+
+RING = 16
+"""Plain rounds whose features a ring holds."""
 
 
 class DFlashDrafting:
@@ -73,8 +78,7 @@ class DFlashDrafting:
         self._waiting.append(features)
 
     def copy_page(self, source: int, target: int) -> None:
-        """Give page `target` the context of page `source`, what waits for either included."""
-        self.catch_up()
+        """Give page `target` the context of page `source`; what waits for either must be in it."""
         self.context.copy_page(source, target)
 
     def catch_up(self) -> None:
@@ -94,3 +98,53 @@ class DFlashDrafting:
         kv = torch.stack([k, v], dim=1).flatten(0, 1).flatten(-2)  # [2 Ld, B, N, Hkv * hd]
         rows = steps.expand(len(start), n)
         self.commit_kv(self.context.as_layers(), kv, page_table, start, rows, count)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Features of plain rounds that wait for projection, where a replayed round finds them."""
+
+    features: torch.Tensor  # [B, RING, F]
+    start: torch.Tensor  # [B] i32, position of the first
+    count: torch.Tensor  # [B] i32
+
+
+class RingDrafting(DFlashDrafting):
+    """DFlash drafting for rounds that are replayed: all it remembers lies in `ring`, on the device.
+
+    Whoever replays the rounds counts them, and has `empty_ring` run before a block is drafted and before the ring is full.
+    Without a ring, single positions are written at once like all others.
+    """
+
+    room = RING
+    ring: Ring | None = None
+
+    def new_ring(self, rows: int) -> Ring:
+        width = len(self.taps) * self.target.config.hidden_size
+        device = self.target.device
+        nothing = torch.zeros(rows, dtype=torch.int32, device=device)
+        features = torch.zeros(rows, RING, width, dtype=self.target.dtype, device=device)
+        return Ring(features, nothing, nothing.clone())
+
+    def extend(
+        self, features: torch.Tensor, page_table: torch.Tensor, start: torch.Tensor, count: torch.Tensor
+    ) -> None:
+        ring = self.ring
+        if features.shape[1] > 1 or ring is None:
+            self._write(features, page_table, start, count)
+            return
+        ring.start.copy_(torch.where(ring.count == 0, start, ring.start))
+        at = (ring.count % RING).long()[:, None, None].expand(-1, -1, features.shape[-1])
+        ring.features.scatter_(1, at, features)
+        ring.count.add_(1)
+
+    def catch_up(self) -> None:
+        """Nothing: see `empty_ring`."""
+
+    def empty_ring(self, page_table: torch.Tensor) -> None:
+        """Bring what waits into the context."""
+        ring = self.ring
+        if ring is None:
+            raise RuntimeError("no ring is in use")
+        self._write(ring.features, page_table, ring.start, ring.count)
+        ring.count.zero_()

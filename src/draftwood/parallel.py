@@ -5,7 +5,6 @@ Every rank runs the same calls in the same order. Knows neither models nor proce
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -46,18 +45,18 @@ class Ranks:
         """The first rank's record, in one broadcast; shapes and types are the same on all ranks."""
         if self.size == 1:
             return record
-        buffer = _packed(record)
+        buffer = packed(record)
         dist.broadcast(buffer, src=0)
-        return _unpacked(record, buffer)
+        return unpacked(record, buffer)
 
     def gather(self, record: Record) -> list[Record]:
         """All ranks' records, in one collective; shapes and types are the same on all ranks."""
         if self.size == 1:
             return [record]
-        own = _packed(record)
+        own = packed(record)
         buffers = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(buffers, own)
-        return [_unpacked(record, buffer) for buffer in buffers]
+        return [unpacked(record, buffer) for buffer in buffers]
 
 
 ALONE = Ranks()
@@ -107,18 +106,29 @@ def _widened(tree: DraftTree, slots: int) -> DraftTree:
     return replace(tree, ancestors=F.pad(tree.ancestors, (0, words, 0, more)), **wider)
 
 
-def _tensors(record: object) -> Iterator[tuple[str, Tensor]]:
-    """Fields, widest numbers first: so each begins at a multiple of its size when they lie end to end."""
-    named = [(f.name, getattr(record, f.name)) for f in fields(record)]  # type: ignore[arg-type]
-    return iter(sorted(named, key=lambda field: -field[1].element_size()))
+def _views(like: object, buffer: Tensor | None = None) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    """A buffer of bytes, and by field the tensor in `like` and its place there.
+
+    The widest numbers come first, so that each begins at a multiple of its size.
+    """
+    tensors = {f.name: getattr(like, f.name) for f in fields(like)}  # type: ignore[arg-type]
+    names = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    sizes = [tensors[name].numel() * tensors[name].element_size() for name in names]
+    if buffer is None:
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[names[0]].device)
+    places = zip(names, buffer.split(sizes), strict=True)
+    return buffer, {n: (x := tensors[n], part.view(x.dtype).view(x.shape)) for n, part in places}
 
 
-def _packed(record: object) -> Tensor:
-    return torch.cat([x.contiguous().view(-1).view(torch.uint8) for _, x in _tensors(record)])
+def packed(record: object) -> Tensor:
+    """The bytes of a dataclass of tensors, end to end in one tensor."""
+    buffer, views = _views(record)
+    for x, place in views.values():
+        place.copy_(x)
+    return buffer
 
 
-def _unpacked(like: Record, buffer: Tensor) -> Record:
-    named = list(_tensors(like))
-    parts: Sequence[Tensor] = buffer.split([x.numel() * x.element_size() for _, x in named])
-    values = {name: part.view(x.dtype).view(x.shape) for (name, x), part in zip(named, parts, strict=True)}
-    return replace(like, **values)  # type: ignore[type-var]
+def unpacked(like: Record, buffer: Tensor) -> Record:
+    """The record that was packed, its tensors being views of the buffer; `like` has the same shapes and types."""
+    _, views = _views(like, buffer)
+    return replace(like, **{name: place for name, (_, place) in views.items()})  # type: ignore[type-var]

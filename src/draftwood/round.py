@@ -44,7 +44,7 @@ class Drafting(Protocol):
         """Learn features [B, N, F] of positions start[b] .. start[b] + count[b] - 1; rows past count are void."""
 
     def catch_up(self) -> None:
-        """Write what `extend` may have put off; called before pages change hands."""
+        """Write what `extend` may have put off; due before a page goes to another request."""
 
     def copy_page(self, source: int, target: int) -> None:
         """Give page `target` what page `source` holds of the drafter's context."""

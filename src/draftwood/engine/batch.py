@@ -77,5 +77,7 @@ def _sample_params(rows: Sequence[Row], vocab_size: int, device: str) -> SampleP
 
 
 def _padded(rows: list, fill: float) -> list:
-    width = max(len(row) for row in rows)
+    """Rows of one width, a power of two: so batches have few shapes."""
+    longest = max(len(row) for row in rows)
+    width = 1 << (longest - 1).bit_length() if longest else 0
     return [row + [fill] * (width - len(row)) for row in rows]

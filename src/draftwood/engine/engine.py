@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from draftwood.cache.pages import OutOfPagesError
 from draftwood.cache.prefix import PrefixCache
 from draftwood.engine.budget import BudgetController
@@ -113,6 +115,7 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.active)
 
+    @torch.inference_mode()
     def step(self) -> list[StreamEvent]:
         """Admit what fits, prefill some, run one round for all requests that are ready for it.
 

@@ -6,6 +6,7 @@ that ranks of a tensor-parallel engine can be sent the same ones.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,6 +36,11 @@ class RoundOutcome:
     """Wall time per stage."""
 
 
+@dataclass(frozen=True)
+class Digest:
+    sha256: torch.Tensor  # [32] u8
+
+
 class Runner:
     """Runs prefill chunks and rounds over the pages of its stages."""
 
@@ -43,7 +49,6 @@ class Runner:
         self._rows: list[Row] = []
         self._state: RoundState | None = None
 
-    @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
         """Fill pages and drafter context at positions start, start + 1, ... of one request with these tokens.
 
@@ -64,22 +69,24 @@ class Runner:
             assert output.features is not None
             stages.drafting.extend(output.features, table, prefix, chain.n_slots)
 
-    @torch.inference_mode()
     def copy_page(self, source: int, target: int) -> None:
         """Give page `target` all that page `source` holds: latents and drafter context."""
+        self.settle()
         self.stages.latents.copy_page(source, target)
         if self.stages.drafting is not None:
             self.stages.drafting.copy_page(source, target)
 
-    @torch.inference_mode()
     def begin(self, rows: Sequence[Row]) -> None:
         """Decode these rows from the next round on."""
-        if self.stages.drafting is not None:
-            self.stages.drafting.catch_up()  # while the pages of the rows before are theirs
+        self.settle()
         self._rows = list(rows)
         self._state = self._state_of(self._rows, max_pages=-(-self.max_context // self.page_size))
 
-    @torch.inference_mode()
+    def settle(self) -> None:
+        """Bring the features of plain rounds into the drafter's context, while the pages they belong to are their rows'."""
+        if self.stages.drafting is not None:
+            self.stages.drafting.catch_up()
+
     def set_pages(self, entries: Sequence[tuple[int, int, int]]) -> None:
         """Rows of the batch have got more pages: (row, column of its page table, page)."""
         if self._state is None:
@@ -87,7 +94,6 @@ class Runner:
         rows, columns, pages = torch.tensor(entries, device=self.device).T
         self._state.page_table[rows, columns] = pages.int()
 
-    @torch.inference_mode()
     def round(self, plan: RoundPlan, *, trace: bool = False) -> RoundOutcome:
         """Run one round and wait for its results; needs a `begin` before it."""
         if self._state is None:
@@ -100,7 +106,15 @@ class Runner:
             rows = row_results(self._rows, RoundReport.of(result), scores, trace=trace)
         return RoundOutcome(rows, result.tree.T, timer.seconds)
 
-    @torch.inference_mode()
+    def check_ranks_agree(self) -> None:
+        """Raise AssertionError unless all ranks have the same latents in their pages, bit for bit."""
+        pages = self.stages.latents.pages
+        digest = hashlib.sha256(pages.cpu().view(torch.uint8).numpy().tobytes()).digest()
+        own = Digest(torch.tensor(list(digest), dtype=torch.uint8, device=pages.device))
+        for rank, other in enumerate(self.stages.target.ranks.gather(own)):
+            if not torch.equal(other.sha256, own.sha256):
+                raise AssertionError(f"rank {rank} has other latents in its pages")
+
     def time_target(self, rows: int) -> float:
         """Seconds of a target pass over `rows` independent roots with an empty prefix."""
         stages = self.stages
@@ -114,7 +128,6 @@ class Runner:
 
         return self._best_of_three(run)
 
-    @torch.inference_mode()
     def time_draft(self, plan: RoundPlan) -> float:
         """Seconds of drafting and building as `plan` says, for one greedy request without a prefix."""
         row = Row([0], [], [], 0, SamplingParams(), ())

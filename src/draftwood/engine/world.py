@@ -70,7 +70,7 @@ class World:
             raise ValueError("tp: torch.distributed is in use in this process, by another engine perhaps")
         joined = RANK in os.environ and SIZE in os.environ
         if joined and int(os.environ[SIZE]) != size:
-            raise ValueError(f"tp: {size} was asked for, but {os.environ[SIZE]} ranks were started")
+            raise ValueError(f"tp: {size} was asked for, but torchrun started {os.environ[SIZE]} ranks")
         here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
         if device == "cuda" and torch.cuda.device_count() < here:
             raise ValueError(f"tp: {here} ranks here need a GPU each; there are {torch.cuda.device_count()}")
@@ -208,7 +208,7 @@ class World:
         failure = {
             "at": time.time(),
             "secondary": _is_lost_connection(e),
-            "text": f"{type(e).__name__}: {e}",
+            "text": _text(e),
             "traceback": "".join(traceback.format_exception(e)),
         }
         self._store.set(f"failed/{self.ranks.shard.rank}", json.dumps(failure))
@@ -231,6 +231,8 @@ class World:
         if not failures:
             return None
         rank, first = min(failures.items(), key=lambda item: (item[1]["secondary"], item[1]["at"]))
+        if first["text"] == _text(e):  # all have the same fault
+            return None
         error = RankError(f"rank {rank} of {size}: {first['text']}")
         error.add_note(first["traceback"])
         return error
@@ -248,6 +250,10 @@ def _abort() -> None:
     """Let nobody in this process wait for other ranks any longer."""
     if dist.group.WORLD is not None:
         dist.group.WORLD.abort()
+
+
+def _text(e: BaseException) -> str:
+    return f"{type(e).__name__}: {e}"
 
 
 def _is_lost_connection(e: BaseException) -> bool:

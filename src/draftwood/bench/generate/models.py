@@ -26,6 +26,7 @@ def load(models: Models, jobs: Sequence[Job]) -> tuple[LLM, Prompts]:
     """Raises `ModelError` or ValueError as `LLM` does, `UsageError` for prompts."""
     seed = jobs[0].case.seed
     settings: dict[str, Any] = {"device": models.device, "dtype": models.dtype}
+    settings["prefix_cache"] = False  # prompts come again at every visit, and prefill is timed
     settings["max_batch"] = max(job.case["batch"] for job in jobs)
     if models.synthetic:
         config = read_target_config(Path(models.synthetic), models.layers)

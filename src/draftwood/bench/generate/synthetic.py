@@ -228,6 +228,14 @@ class ImposedDrafting:
         if self.inner is not None:
             self.inner.extend(features, page_table, start, count)
 
+    def catch_up(self) -> None:
+        if self.inner is not None:
+            self.inner.catch_up()
+
+    def copy_page(self, source: int, target: int) -> None:
+        if self.inner is not None:
+            self.inner.copy_page(source, target)
+
 
 def ranks(rate: float, K: int) -> list[float]:
     """The chance of each of K candidates to be right: `rate`, then what is left in halves, in smaller parts for low rates.

@@ -1,0 +1,254 @@
+"""Rounds as replayed CUDA graphs: nothing a round reads or writes moves, and the host learns its results one round late.
+
+A batch is padded to one of a few sizes. Its state lies in tensors that stay where they are; a graph per state and plan is
+captured when first needed. Rows that are done, and those that only pad, stand still: they are computed and change nothing.
+Without CUDA the same steps run as they are written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from draftwood.drafting import Ring, RingDrafting
+from draftwood.engine.report import RoundReport, TokenScores, most_logprobs, row_results
+from draftwood.engine.row import Row
+from draftwood.engine.runner import RoundOutcome, Runner
+from draftwood.engine.sampling_params import SamplingParams
+from draftwood.kernels.tree_accept import Done
+from draftwood.parallel import packed, unpacked
+from draftwood.round import RoundPlan, RoundState, Stages, decode_round
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Sizes a batch is padded to."""
+
+NOBODY = Row([0], [], [], 0, SamplingParams(max_new_tokens=1), ())
+"""A row that pads: no pages, so nothing of it is ever written."""
+
+WARM_UPS = 2
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a replayed round returns; with CUDA also its records as bytes, so that each goes to the host in one copy."""
+
+    report: RoundReport
+    scores: TokenScores | None
+    sent: tuple[Tensor, ...]
+
+
+@dataclass
+class Held:
+    """The state of a batch where graphs find it."""
+
+    state: RoundState
+    live: Tensor  # [B] bool, rows that are decoding
+    ring: Ring | None
+    rounds: dict[tuple[RoundPlan, int | None], Replay[StepResult]] = field(default_factory=dict)
+    catch_up: Replay[None] | None = None
+
+    def leaves(self) -> list[Tensor]:
+        return [*leaves(self.state), self.live, *([] if self.ring is None else leaves(self.ring))]
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A round that was launched: where its results arrive, and who they are for."""
+
+    rows: list[Row]
+    report: RoundReport
+    scores: TokenScores | None
+    arrived: torch.cuda.Event | None
+    started: float
+
+
+class Replay(Generic[Result]):
+    """A step that runs as often as it is called, on the same tensors; its results are overwritten by the next call."""
+
+    def __init__(self, step: Callable[[], Result], device: str, pool: Any) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if not device.startswith("cuda"):
+            self._step = step
+            return
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self._result = step()
+
+    def __call__(self) -> Result:
+        if self._graph is None:
+            return self._step()
+        self._graph.replay()
+        return self._result
+
+
+class GraphRunner(Runner):
+    """A runner whose rounds are replayed: `launch` starts one, `collect` waits for the oldest launched."""
+
+    ahead = 1
+
+    def __init__(self, stages: Stages, *, page_size: int, max_context: int, device: str) -> None:
+        super().__init__(stages, page_size=page_size, max_context=max_context, device=device)
+        if stages.drafting is not None and not isinstance(stages.drafting, RingDrafting):
+            raise TypeError("replayed rounds need drafting that keeps nothing on the host")
+        self._drafting: RingDrafting | None = stages.drafting
+        self._cuda = device.startswith("cuda")
+        self._pool = torch.cuda.graph_pool_handle() if self._cuda else None
+        self._held: dict[tuple[torch.Size, ...], Held] = {}
+        self._now: Held | None = None
+        self._flights: deque[Flight] = deque()
+        self._waiting = 0  # plain rounds whose features are in the ring
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Decode these rows from the next round on; every round launched before must have been collected."""
+        if self._flights:
+            raise RuntimeError("a batch cannot change while a round is in flight")
+        self.settle()
+        self._rows = list(rows)
+        state, live = self._padded(self._rows)
+        key = tuple(leaf.shape for leaf in leaves(state))
+        if key in self._held:
+            self._now = self._held[key]
+            _copy(state, self._now.state)
+            self._now.live.copy_(live)
+        else:
+            ring = None if self._drafting is None else self._drafting.new_ring(len(live))
+            self._now = self._held[key] = Held(state, live, ring)
+        self._state = self._now.state
+
+    def launch(self, plan: RoundPlan) -> None:
+        """Start a round and return at once."""
+        if self._now is None:
+            raise RuntimeError("no batch has begun")
+        if plan.slots > 1:
+            self.settle()
+        held, k = self._now, most_logprobs(self._rows)
+        self._attach(held.ring)
+        if (plan, k) not in held.rounds:
+            held.rounds[plan, k] = self._capture(held, lambda: self._step(held, plan, k))
+        started = time.perf_counter()
+        self._flights.append(self._send(held.rounds[plan, k](), started))
+        if plan.slots == 1 and self._drafting is not None:
+            self._waiting += 1
+            if self._waiting == self._drafting.room:
+                self.settle()
+
+    def collect(self, *, trace: bool = False) -> RoundOutcome:
+        """The results of the oldest round launched; waits for them."""
+        flight = self._flights.popleft()
+        if flight.arrived is not None:
+            flight.arrived.synchronize()
+        rows = row_results(flight.rows, flight.report, flight.scores, trace=trace)
+        return RoundOutcome(
+            rows, flight.report.tokens.shape[1], {"round": time.perf_counter() - flight.started}
+        )
+
+    def round(self, plan: RoundPlan, *, trace: bool = False) -> RoundOutcome:
+        """Launch a round and wait for it."""
+        self.launch(plan)
+        return self.collect(trace=trace)
+
+    def prefill(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
+        self.settle()  # what waits may belong to rows that these pages were taken from
+        self._attach(None)
+        super().prefill(tokens, start, pages)
+
+    def settle(self) -> None:
+        """Bring the features of plain rounds into the drafter's context."""
+        if self._waiting == 0 or self._drafting is None or self._now is None:
+            return
+        held, drafting = self._now, self._drafting
+        self._attach(held.ring)
+        if held.catch_up is None:
+            held.catch_up = self._capture(held, lambda: drafting.empty_ring(held.state.page_table))
+        held.catch_up()
+        self._waiting = 0
+
+    def _padded(self, rows: Sequence[Row]) -> tuple[RoundState, Tensor]:
+        """State and live rows of a batch filled up to the next of `BATCHES`."""
+        size = next((n for n in BATCHES if n >= len(rows)), None)
+        if size is None:
+            raise ValueError(f"max_batch: at most {BATCHES[-1]} requests can share a round, got {len(rows)}")
+        state = self._state_of(
+            [*rows, *[NOBODY] * (size - len(rows))], max_pages=-(-self.max_context // self.page_size)
+        )
+        return state, torch.arange(size, device=self.device) < len(rows)
+
+    def _attach(self, ring: Ring | None) -> None:
+        if self._drafting is not None:
+            self._drafting.ring = ring
+
+    def _step(self, held: Held, plan: RoundPlan, k: int | None) -> StepResult:
+        """A round that leaves the next one's state where it found its own."""
+        state, new = held.state, replace(held.state)
+        result = decode_round(self.stages, new, plan, _untimed)
+        going = held.live & (result.accepted.done == Done.RUNNING)
+        for old, advanced in (
+            (state.root, new.root),
+            (state.prefix_len, new.prefix_len),
+            (state.limits.max_new, new.limits.max_new),
+            (state.limits.context_left, new.limits.context_left),
+        ):
+            old.copy_(torch.where(going, advanced, old))
+        held.live.copy_(going)
+        report = RoundReport.of(result)
+        scores = None if k is None else TokenScores.of(self.stages, result, k)
+        records = (report,) if scores is None else (report, scores)
+        return StepResult(report, scores, tuple(map(packed, records)) if self._cuda else ())
+
+    def _send(self, result: StepResult, started: float) -> Flight:
+        """Start copying a round's results to the host."""
+        if not self._cuda:
+            return Flight(self._rows, result.report, result.scores, None, started)
+        hosts = [torch.empty_like(b, device="cpu", pin_memory=True) for b in result.sent]
+        for host, sent in zip(hosts, result.sent, strict=True):
+            host.copy_(sent, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        report = unpacked(result.report, hosts[0])
+        scores = None if result.scores is None else unpacked(result.scores, hosts[1])
+        return Flight(self._rows, report, scores, arrived, started)
+
+    def _capture(self, held: Held, step: Callable[[], Result]) -> Replay[Result]:
+        """Run the step a few times for a batch of nobody, so that kernels are compiled and buffers exist, then record it."""
+        if self._cuda:
+            kept = [leaf.clone() for leaf in held.leaves()]
+            nobody, _ = self._padded([])
+            _copy(nobody, held.state)
+            held.live.zero_()
+            aside = torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                for _ in range(WARM_UPS):
+                    step()
+            torch.cuda.current_stream().wait_stream(aside)
+            for leaf, value in zip(held.leaves(), kept, strict=True):
+                leaf.copy_(value)
+        return Replay(step, self.device, self._pool)
+
+
+def leaves(record: object) -> list[Tensor]:
+    """The tensors of a dataclass and of the dataclasses in it, in the order of their fields."""
+    if isinstance(record, Tensor):
+        return [record]
+    if not is_dataclass(record):
+        return []
+    return [leaf for f in fields(record) for leaf in leaves(getattr(record, f.name))]
+
+
+def _copy(source: object, target: object) -> None:
+    for old, new in zip(leaves(target), leaves(source), strict=True):
+        old.copy_(new)
+
+
+@contextmanager
+def _untimed(stage: str) -> Iterator[None]:
+    yield

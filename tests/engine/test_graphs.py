@@ -1,0 +1,177 @@
+"""Replayed rounds against rounds as written. Without CUDA a replay runs the step anew, on the same tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from draftwood import LLM, SamplingParams
+from draftwood.drafting import RING, RingDrafting
+from draftwood.engine.row import Row
+from draftwood.engine.graphs import GraphRunner, leaves
+from draftwood.engine.runner import Runner
+from draftwood.kernels.tree_accept import Done
+from draftwood.round import RoundPlan
+from support.tiny import write_drafter, write_target
+
+PLAIN, TREE, CHAIN = RoundPlan(1, 0, 1), RoundPlan(8, 3, 7), RoundPlan(4, 3, 1)
+PAGE = 16
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory) -> LLM:
+    root = tmp_path_factory.mktemp("pair")
+    folders = write_target(root / "target", 7), write_drafter(root / "drafter")
+    return LLM(*folders, dtype="float64", max_batch=4, page_size=PAGE, budget=8)
+
+
+def runner_of(llm: LLM, kind: type[Runner]) -> Runner:
+    """A runner over the LLM's pools, with drafting of its own."""
+    stages = llm._runner(llm.drafting).stages
+    old = stages.drafting
+    drafting = RingDrafting(old.drafter, old.target, old.context, old.commit_kv, old.rule)
+    stages = replace(stages, drafting=drafting if kind is GraphRunner else old)
+    return kind(stages, page_size=PAGE, max_context=llm.max_context, device="cpu")
+
+
+def row(i: int, prompt: list[int], **params) -> Row:
+    """Request i, which owns pages 4 i to 4 i + 3."""
+    settings = {"max_new_tokens": 40, "ignore_eos": True} | params
+    return Row(prompt, [], [4 * i + j for j in range(4)], 100 + i, SamplingParams(**settings), ())
+
+
+def start(runner: Runner, rows: list[Row]) -> None:
+    for r in rows:
+        if len(r.prompt) > 1:
+            runner.prefill(r.prompt[:-1], 0, r.pages)
+    runner.begin(rows)
+
+
+ROWS = [
+    row(0, [3, 4, 5], temperature=0.9, logprobs=2),
+    row(1, list(range(2, 20))),
+    row(2, [9, 8], temperature=1.2, top_p=0.9, frequency_penalty=0.5, logit_bias={4: 2.0, 5: -1.0, 6: 0.5}),
+]
+PLANS = [TREE, PLAIN, PLAIN, CHAIN, PLAIN, TREE, TREE, *[PLAIN] * 4, TREE, PLAIN, PLAIN, TREE]
+
+
+def facts(outcome, n: int) -> list:
+    return [(r.emitted, r.done, r.slots, r.expected, r.logprobs, r.trace) for r in outcome.rows[:n]]
+
+
+def test_replayed_rounds_do_what_rounds_do(llm):
+    """Sampled, filtered, penalised and greedy rows in one batch, plain and drafted rounds in turn, context included."""
+    written, replayed = runner_of(llm, Runner), runner_of(llm, GraphRunner)
+    start(written, ROWS)
+    want = [facts(written.round(plan, trace=True), 3) for plan in PLANS]
+    context = llm.drafting.context.kv.clone()
+    start(replayed, ROWS)
+    assert [facts(replayed.round(plan, trace=True), 3) for plan in PLANS] == want
+    assert len({tuple(r.emitted) for r in replayed.round(TREE).rows}) > 1
+    end = min(len(r.prompt) + sum(len(w[i][0]) for w in want) - 1 for i, r in enumerate(ROWS))
+    first = [r.pages[0] for r in ROWS]
+    assert end >= PAGE
+    torch.testing.assert_close(llm.drafting.context.kv[:, :, first], context[:, :, first])
+
+
+def test_the_host_may_be_a_round_behind(llm):
+    runner = runner_of(llm, GraphRunner)
+    start(runner, ROWS)
+    want = [facts(runner.round(plan), 3) for plan in PLANS]
+    start(runner, ROWS)
+    got = []
+    runner.launch(PLANS[0])
+    for plan in PLANS[1:]:
+        runner.launch(plan)
+        got.append(facts(runner.collect(), 3))
+    got.append(facts(runner.collect(), 3))
+    assert got == want
+
+
+def test_state_stays_where_it_is(llm):
+    """Batches of one shape share tensors and recorded rounds; another shape has its own."""
+    runner = runner_of(llm, GraphRunner)
+    start(runner, ROWS)
+    held = runner._now
+    places = [leaf.data_ptr() for leaf in leaves(held.state)]
+    runner.round(TREE)
+    recorded = dict(held.rounds)
+    start(runner, [*ROWS, row(3, [1, 2])])
+    runner.round(TREE)
+    assert runner._now is held
+    assert held.rounds == recorded
+    assert [leaf.data_ptr() for leaf in leaves(held.state)] == places
+    start(runner, [row(0, [3])])
+    assert runner._now is not held
+
+
+def test_rows_that_are_done_stand_still(llm):
+    """Whatever is launched after its end, a row writes no page but its own, and no other row notices."""
+    runner = runner_of(llm, GraphRunner)
+    short = row(0, [3, 4, 5], max_new_tokens=3)
+    start(runner, [ROWS[1]])
+    alone = [t for _ in range(6) for t in runner.round(TREE).rows[0].emitted]
+    start(runner, [short, ROWS[1]])
+    taken, done = [], Done.RUNNING
+    prefix = None
+    other = []
+    for _ in range(6):
+        outcome = runner.round(TREE)
+        other += outcome.rows[1].emitted
+        if done == Done.RUNNING:
+            taken += outcome.rows[0].emitted
+            done = outcome.rows[0].done
+        elif prefix is None:
+            prefix = runner._now.state.prefix_len[0].item()
+            latents = llm.latents.pages[:, short.pages].clone()
+    assert len(taken) == 3
+    assert done == Done.LENGTH
+    assert runner._now.state.prefix_len[0].item() == prefix
+    assert other == alone
+    used = prefix
+    assert torch.equal(
+        llm.latents.pages[:, short.pages].flatten(1, 2)[:, :used], latents.flatten(1, 2)[:, :used]
+    )
+
+
+def test_padding_writes_nothing(llm):
+    runner = runner_of(llm, GraphRunner)
+    start(runner, ROWS)  # three rows in a batch of four
+    others = [p for p in range(llm.allocator.n_pages) if all(p not in r.pages for r in ROWS)]
+    llm.latents.pages[:, others] = torch.nan
+    llm.drafting.context.kv[:, :, others] = torch.nan
+    for plan in PLANS:
+        runner.round(plan)
+    runner.settle()
+    assert llm.latents.pages[:, others].isnan().all()
+    assert llm.drafting.context.kv[:, :, others].isnan().all()
+    llm.latents.pages.zero_()
+    llm.drafting.context.kv.zero_()
+
+
+def test_a_long_plain_stretch_empties_the_ring_in_time(llm):
+    written, replayed = runner_of(llm, Runner), runner_of(llm, GraphRunner)
+    plans = [*[PLAIN] * (RING + 3), TREE, TREE]
+    rows = [row(0, [3, 4, 5]), row(1, [6])]
+    start(written, rows)
+    want = [facts(written.round(plan), 2) for plan in plans]
+    start(replayed, rows)
+    assert [facts(replayed.round(plan), 2) for plan in plans] == want
+
+
+def test_misuse_is_named(llm):
+    runner = runner_of(llm, GraphRunner)
+    with pytest.raises(RuntimeError, match="no batch has begun"):
+        runner.launch(TREE)
+    start(runner, ROWS)
+    runner.launch(TREE)
+    with pytest.raises(RuntimeError, match="in flight"):
+        runner.begin(ROWS)
+    runner.collect()
+    with pytest.raises(ValueError, match="at most 128 requests"):
+        runner.begin([ROWS[0]] * 129)
+    stages = runner_of(llm, Runner).stages
+    with pytest.raises(TypeError, match="keeps nothing on the host"):
+        GraphRunner(stages, page_size=PAGE, max_context=64, device="cpu")
