@@ -161,6 +161,19 @@ def test_a_long_plain_stretch_empties_the_ring_in_time(llm):
     assert [facts(replayed.round(plan), 2) for plan in plans] == want
 
 
+def test_timing_a_round_disturbs_nothing(llm):
+    runner = runner_of(llm, GraphRunner)
+    start(runner, ROWS)
+    want = [facts(runner.round(plan), 3) for plan in PLANS]
+    start(runner, ROWS)
+    got = []
+    for plan in PLANS:
+        assert runner.time_round(4, TREE) > 0
+        assert runner.time_round(2, PLAIN) > 0
+        got.append(facts(runner.round(plan), 3))
+    assert got == want
+
+
 def test_misuse_is_named(llm):
     runner = runner_of(llm, GraphRunner)
     with pytest.raises(RuntimeError, match="no batch has begun"):
