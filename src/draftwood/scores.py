@@ -8,6 +8,7 @@ log softmax(a l / max(T, T0)). The numbers belong to a drafter and are fitted to
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Self
 
@@ -48,8 +49,7 @@ class ScoreRule(BaseModel):
         """c [B, depth] f32: the weight of the noise for temperatures [B], 1 where there is none to weigh."""
         if self.noise is None:
             return torch.ones(len(temperature), depth, device=temperature.device)
-        gamma = [*self.noise[:depth], *[self.noise[-1]] * (depth - len(self.noise))]
-        weights = temperature[:, None] * torch.tensor(gamma, device=temperature.device)
+        weights = temperature[:, None] * _on_device(self.noise, depth, temperature.device)
         return torch.where(temperature[:, None] > 0, weights, 1.0)
 
     def scaled(self, logits: Tensor, temperature: Tensor, *, coupled: bool) -> Tensor:
@@ -78,3 +78,11 @@ class ScoreRule(BaseModel):
 
 
 NEUTRAL = ScoreRule()
+
+
+@lru_cache(maxsize=64)
+def _on_device(noise: tuple[float, ...], depth: int, device: torch.device) -> Tensor:
+    """gamma of depths 1 to `depth` [depth] f32; made once, because a round must not wait for the host."""
+    gamma = [*noise[:depth], *[noise[-1]] * (depth - len(noise))]
+    with torch.inference_mode(False):
+        return torch.tensor(gamma, device=device)

@@ -1,7 +1,7 @@
 """A worker without torch: answers in the protocol of the real one, its behaviour named by the implementation.
 
 fast, dear (300 ms), half (half the time of fast), silent (never answers), stubborn (and ignores SIGTERM), dies,
-dies_later (at its third visit), slow_clock, late (its kernels are compiled when it is asked for the third time),
+dies_later (at its third visit), stalls_later (likewise, and never answers), slow_clock, late (its kernels are compiled when it is asked for the third time),
 never (nor ever).
 """
 
@@ -51,6 +51,8 @@ def sample(impl, n):
     VISITS[impl] += 1
     if impl == "dies_later" and VISITS[impl] == 3:
         os._exit(7)
+    if impl == "stalls_later" and VISITS[impl] == 3:
+        time.sleep(600)
     us = TIMES.get(impl, 1000.0)
     time.sleep(us / 1e6)
     if impl == "suspect":

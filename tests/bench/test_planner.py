@@ -145,3 +145,11 @@ def test_no_more_visits_than_there_are_and_no_stop_before_the_least():
             scheduler.judge(lot)
         assert [p.n for p in lot] == [min(most, 8)] * 2
         assert [p.label for p in lot] == [label] * 2
+
+
+def test_where_nothing_fits_the_cheapest_is_tried():
+    lots = [[Progress(str(i), cost)] for i, cost in enumerate((5.0, 2.0, 3.0))]
+    plan = make_plan(lots, 1.0)
+    assert plan.fits == []
+    assert plan.tried == [lots[1]]
+    assert make_plan(lots, 15.0).tried == [lots[1]]

@@ -206,6 +206,19 @@ def test_resume_measures_only_what_is_not_ok(suite, tmp_path):
     assert all(r["status"] == "ok" for r in stored.rows)
 
 
+def test_resume_keeps_of_a_comparison_all_or_nothing(suite):
+    first = suite("half", "fast", vs="fast")
+    first.run()
+    changed = [json.loads(line) for line in first.out.path.read_text().splitlines()]
+    next(e for e in changed if e["type"] == "row" and e["impl"] == "half")["status"] = "noisy"
+    first.out.path.write_text("".join(json.dumps(e) + "\n" for e in changed))
+    again = suite("half", "fast", vs="fast", resume=first.out.path)
+    assert again.run() == 0
+    assert again.watcher.warnings == ["resuming: 4 of 6 rows are still valid"]
+    assert len(again.rows) == 6
+    assert len(again.versus) == 3  # two are those of the first run
+
+
 def test_resume_can_keep_failed_rows(suite):
     first = suite("fast")
     first.run()
@@ -242,6 +255,16 @@ def test_a_loss_while_measuring_leaves_the_others_their_visits(suite):
     assert [r["status"] for r in by_impl["dies_later"]] == ["crash"] * 3
     assert all(r["status"] == "ok" for r in by_impl["fast"] + by_impl["half"])
     assert {v["impl"] for v in run.versus} == {"half"}
+
+
+def test_the_end_of_the_time_in_a_visit_leaves_what_was_measured(suite):
+    run = suite("stalls_later", "fast", vs="fast", cases=CASES[:1], budget=2.0)
+    assert run.run() == 4
+    assert run.countdown.used() <= 4
+    by_impl = {r["impl"]: r for r in run.rows}
+    assert (by_impl["stalls_later"]["status"], by_impl["stalls_later"]["n"]) == ("low_n", 2)
+    assert "the time ran out while" in by_impl["stalls_later"]["note"]
+    assert [v["impl"] for v in run.versus] == ["stalls_later"]
 
 
 def test_impossibly_fast_is_suspect(suite):

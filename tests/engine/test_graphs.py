@@ -9,8 +9,8 @@ import torch
 
 from draftwood import LLM, SamplingParams
 from draftwood.drafting import RING, RingDrafting
-from draftwood.engine.row import Row
 from draftwood.engine.graphs import GraphRunner, leaves
+from draftwood.engine.row import Row
 from draftwood.engine.runner import Runner
 from draftwood.kernels.tree_accept import Done
 from draftwood.round import RoundPlan
@@ -159,6 +159,19 @@ def test_a_long_plain_stretch_empties_the_ring_in_time(llm):
     want = [facts(written.round(plan), 2) for plan in plans]
     start(replayed, rows)
     assert [facts(replayed.round(plan), 2) for plan in plans] == want
+
+
+def test_timing_a_round_disturbs_nothing(llm):
+    runner = runner_of(llm, GraphRunner)
+    start(runner, ROWS)
+    want = [facts(runner.round(plan), 3) for plan in PLANS]
+    start(runner, ROWS)
+    got = []
+    for plan in PLANS:
+        assert runner.time_round(4, TREE) > 0
+        assert runner.time_round(2, PLAIN) > 0
+        got.append(facts(runner.round(plan), 3))
+    assert got == want
 
 
 def test_misuse_is_named(llm):

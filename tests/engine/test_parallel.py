@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 from draftwood import LLM, SamplingParams, bundled
 from draftwood.engine import parallel_runner
-from draftwood.engine.runner import Runner
 from draftwood.engine.world import RankError, World
 from draftwood.models.config import TargetConfig
 from draftwood.models.errors import ModelError
@@ -293,12 +292,6 @@ def test_records_travel_whole(T):
     )
     for field in fields(odd):
         assert torch.equal(getattr(unpacked(odd, packed(odd)), field.name), getattr(odd, field.name))
-
-
-def test_every_public_call_of_a_runner_is_a_message():
-    for name in vars(Runner):
-        if not name.startswith("_") and callable(getattr(Runner, name)):
-            assert getattr(parallel_runner.ParallelRunner, name) is not getattr(Runner, name)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """The benchmark suite: `draftwood bench`, also `python -m draftwood.bench`. docs/bench.md says how it decides.
 
     cli         the commands                          worker      the measuring process's loop
-    suite       one run, from plan to exit code       workbench   inputs, checks and timers of prepared cases
-    state       options, jobs under way, watchers     makers      processes that make cases ahead, and compile
+    options     what commands share                   workbench   inputs, checks and timers of prepared cases
+    base_suite  one run, from plan to exit code       makers      processes that make cases ahead, and compile
+    suite       what is the kernels' of a run         generate/   `bench generate`, on the same machinery
+    state       options, jobs under way, watchers
     catalog     kernels, cases, implementations       timers      CPU blocks, CUDA graphs
     planner     which case next, when to stop         device      names, ceilings, clocks
     countdown   the budget since process start        live        plan and progress while a run lasts

@@ -54,18 +54,51 @@ class CostTable:
         self.seconds = np.maximum(self.seconds + FORGET * error * share, 1e-9)
 
 
+class Credit:
+    """Whether to draft at all: drafted rounds earn what they gain over plain decoding, and without credit there is a pause.
+
+    Counted in plain rounds. A cumulative sum with a cap: it finds out soon when drafting stops paying (E. S. Page, 1954).
+    """
+
+    def __init__(self) -> None:
+        self._credit, self._pause, self._next_pause = FIRST_CREDIT, 0, 0
+
+    def restart(self) -> None:
+        """Another text: an end to the pause, and half of the distrust goes."""
+        self._pause, self._next_pause = 0, self._next_pause // 2
+        if self._next_pause == 0:
+            self._credit = max(self._credit, FIRST_CREDIT)
+
+    def wants_draft(self) -> bool:
+        """Whether the next round should draft; counts a pause down."""
+        if self._pause > 0:
+            self._pause -= 1
+            return False
+        return True
+
+    def spend(self, gain: float) -> bool:
+        """Book what a drafted round gained; whether there is any credit left."""
+        self._credit = min(MOST_CREDIT, self._credit + gain)
+        if self._credit < 0:
+            self._credit = 0.0
+            self._pause = self._next_pause = min(max(2 * self._next_pause, FIRST_PAUSE), LONGEST_PAUSE)
+            return False
+        if self._credit == MOST_CREDIT:
+            self._next_pause = 0
+        return True
+
+
 class BudgetController:
     """Picks depth and slots of each round for a whole batch; `draft_seconds` are those of drafting 1, 2, ... tokens deep."""
 
     def __init__(self, cost: CostTable, draft_seconds: Sequence[float]) -> None:
         self.cost, self.draft_seconds = cost, np.array(draft_seconds, np.float64)
-        self._depths = np.zeros(
-            (2, len(draft_seconds))
-        )  # tokens and verify seconds of each depth, decayed means
+        # tokens and verify seconds of each depth, decayed means
+        self._depths = np.zeros((2, len(draft_seconds)))
         self._tokens = self._seconds = 0.0  # of drafted rounds, decayed means
         self._promised = self._accepted = 1.0  # decayed sums; one token of good faith
         self._drafts = self._newest_slots = 0
-        self._credit, self._pause, self._next_pause = FIRST_CREDIT, 0, 0
+        self.credit = Credit()
 
     @property
     def calibration(self) -> float:
@@ -74,17 +107,12 @@ class BudgetController:
 
     def restart(self) -> None:
         """A new request joins: other text may suit the drafter better, so half of the distrust goes."""
-        self._pause, self._next_pause = 0, self._next_pause // 2
-        if self._next_pause == 0:
-            self._credit = max(self._credit, FIRST_CREDIT)
+        self.credit.restart()
         self._accepted = (self._accepted + self._promised) / 2
 
     def wants_draft(self) -> bool:
         """Whether the next round should draft at all."""
-        if self._pause > 0:
-            self._pause -= 1
-            return False
-        return True
+        return self.credit.wants_draft()
 
     def plan(self, slots: int) -> tuple[int, int]:
         """How deep to draft the next block and how many slots, of at most `slots`, to build; the last picks tell."""
@@ -103,9 +131,8 @@ class BudgetController:
         tree = tree.numpy()
         chances = reach(tree, self.calibration)
         plain = self.cost(tree.B)
-        rate = max(
-            1 / plain, self._tokens / self._seconds if self._seconds else 0.0
-        )  # tokens of one request a second
+        # tokens of one request a second
+        rate = max(1 / plain, self._tokens / self._seconds if self._seconds else 0.0)
         verify = self.cost.of(tree.B * np.arange(2, tree.T + 1))
         tokens = chances.sum(0).cumsum()[1:] / tree.B
         best = int(np.argmax(tokens - rate * verify))
@@ -114,7 +141,8 @@ class BudgetController:
         self._tokens += FORGET * (tokens[best] - self._tokens)
         self._seconds += FORGET * (seconds - self._seconds)
         self._newest_slots = best + 2
-        self._spend(float(tokens[best] - seconds / plain))
+        if not self.credit.spend(float(tokens[best] - seconds / plain)):
+            self._drafts = 0
         return self._newest_slots
 
     def _learn_depths(
@@ -129,15 +157,6 @@ class BudgetController:
             best = int(np.argmax(tokens - rate * verify))
             newest = np.array([tokens[best], verify[best]])
             self._depths[:, d - 1] += weight * (newest - self._depths[:, d - 1])
-
-    def _spend(self, gain: float) -> None:
-        """Book what a drafted round gains over plain decoding, in plain rounds; without credit left, pause."""
-        self._credit = min(MOST_CREDIT, self._credit + gain)
-        if self._credit < 0:
-            self._credit, self._drafts = 0.0, 0
-            self._pause = self._next_pause = min(max(2 * self._next_pause, FIRST_PAUSE), LONGEST_PAUSE)
-        elif self._credit == MOST_CREDIT:
-            self._next_pause = 0
 
     def observe_cost(self, rows: int, seconds: Mapping[str, float]) -> None:
         """Stage times of a round over `rows` target rows; rounds that drafted name more rows than requests."""

@@ -32,7 +32,9 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 NOBODY = Row([0], [], [], 0, SamplingParams(max_new_tokens=1), ())
 """A row that pads: no pages, so nothing of it is ever written."""
 
-WARM_UPS = 2
+WARM_UPS, TIMED = 2, 3
+
+Moment = float | torch.cuda.Event
 
 Result = TypeVar("Result")
 
@@ -67,8 +69,8 @@ class Flight:
     rows: list[Row]
     report: RoundReport
     scores: TokenScores | None
-    arrived: torch.cuda.Event | None
-    started: float
+    began: Moment
+    arrived: Moment
 
 
 class Replay(Generic[Result]):
@@ -113,15 +115,10 @@ class GraphRunner(Runner):
             raise RuntimeError("a batch cannot change while a round is in flight")
         self.settle()
         self._rows = list(rows)
-        state, live = self._padded(self._rows)
-        key = tuple(leaf.shape for leaf in leaves(state))
-        if key in self._held:
-            self._now = self._held[key]
-            _copy(state, self._now.state)
-            self._now.live.copy_(live)
-        else:
-            ring = None if self._drafting is None else self._drafting.new_ring(len(live))
-            self._now = self._held[key] = Held(state, live, ring)
+        state = self._padded(self._rows)
+        self._now = self._hold(state)
+        _copy(state, self._now.state)
+        torch.lt(torch.arange(len(state.root), device=self.device), len(rows), out=self._now.live)
         self._state = self._now.state
 
     def launch(self, plan: RoundPlan) -> None:
@@ -130,12 +127,10 @@ class GraphRunner(Runner):
             raise RuntimeError("no batch has begun")
         if plan.slots > 1:
             self.settle()
-        held, k = self._now, most_logprobs(self._rows)
-        self._attach(held.ring)
-        if (plan, k) not in held.rounds:
-            held.rounds[plan, k] = self._capture(held, lambda: self._step(held, plan, k))
-        started = time.perf_counter()
-        self._flights.append(self._send(held.rounds[plan, k](), started))
+        replay = self._round(self._now, plan, most_logprobs(self._rows))
+        self._attach(self._now.ring)
+        began = self._moment()
+        self._flights.append(self._send(replay(), began))
         if plan.slots == 1 and self._drafting is not None:
             self._waiting += 1
             if self._waiting == self._drafting.room:
@@ -144,12 +139,9 @@ class GraphRunner(Runner):
     def collect(self, *, trace: bool = False) -> RoundOutcome:
         """The results of the oldest round launched; waits for them."""
         flight = self._flights.popleft()
-        if flight.arrived is not None:
-            flight.arrived.synchronize()
+        seconds = _between(flight.began, flight.arrived)
         rows = row_results(flight.rows, flight.report, flight.scores, trace=trace)
-        return RoundOutcome(
-            rows, flight.report.tokens.shape[1], {"round": time.perf_counter() - flight.started}
-        )
+        return RoundOutcome(rows, flight.report.tokens.shape[1], {"round": seconds})
 
     def round(self, plan: RoundPlan, *, trace: bool = False) -> RoundOutcome:
         """Launch a round and wait for it."""
@@ -172,15 +164,65 @@ class GraphRunner(Runner):
         held.catch_up()
         self._waiting = 0
 
-    def _padded(self, rows: Sequence[Row]) -> tuple[RoundState, Tensor]:
-        """State and live rows of a batch filled up to the next of `BATCHES`."""
-        size = next((n for n in BATCHES if n >= len(rows)), None)
+    def time_round(self, batch: int, plan: RoundPlan) -> float:
+        """Seconds of a round of a batch of nobody, which has no prefix: the least of a few."""
+        held = self._hold(self._padded([NOBODY] * batch))
+        replay = self._round(held, plan, None)
+        times = []
+        with self._aside(held):
+            for _ in range(TIMED):
+                began = self._moment()
+                replay()
+                times.append(_between(began, self._moment()))
+        return min(times)
+
+    def padded_size(self, rows: int) -> int:
+        """How many rows a batch of `rows` is computed as."""
+        size = next((n for n in BATCHES if n >= rows), None)
         if size is None:
-            raise ValueError(f"max_batch: at most {BATCHES[-1]} requests can share a round, got {len(rows)}")
-        state = self._state_of(
-            [*rows, *[NOBODY] * (size - len(rows))], max_pages=-(-self.max_context // self.page_size)
-        )
-        return state, torch.arange(size, device=self.device) < len(rows)
+            raise ValueError(f"max_batch: at most {BATCHES[-1]} requests can share a round, got {rows}")
+        return size
+
+    def _padded(self, rows: Sequence[Row]) -> RoundState:
+        """The state of a batch filled up with nobody."""
+        filled = [*rows, *[NOBODY] * (self.padded_size(len(rows)) - len(rows))]
+        return self._state_of(filled, max_pages=-(-self.max_context // self.page_size))
+
+    def _hold(self, like: RoundState) -> Held:
+        """The place for states of this shape; a new one takes `like` as its own."""
+        key = tuple(leaf.shape for leaf in leaves(like))
+        if key not in self._held:
+            live = torch.zeros(len(like.root), dtype=torch.bool, device=self.device)
+            ring = None if self._drafting is None else self._drafting.new_ring(len(like.root))
+            self._held[key] = Held(like, live, ring)
+        return self._held[key]
+
+    def _round(self, held: Held, plan: RoundPlan, k: int | None) -> Replay[StepResult]:
+        if (plan, k) not in held.rounds:
+            held.rounds[plan, k] = self._capture(held, lambda: self._step(held, plan, k))
+        return held.rounds[plan, k]
+
+    @contextmanager
+    def _aside(self, held: Held) -> Iterator[None]:
+        """Within it the state is one of nobody, whose rounds change nothing; after it the old one is back."""
+        kept = [leaf.clone() for leaf in held.leaves()]
+        held.state.page_table.fill_(-1)
+        held.state.prefix_len.zero_()
+        held.live.zero_()
+        self._attach(held.ring)
+        try:
+            yield
+        finally:
+            for leaf, value in zip(held.leaves(), kept, strict=True):
+                leaf.copy_(value)
+
+    def _moment(self) -> Moment:
+        """Now, in the order of the device's work."""
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _attach(self, ring: Ring | None) -> None:
         if self._drafting is not None:
@@ -204,34 +246,28 @@ class GraphRunner(Runner):
         records = (report,) if scores is None else (report, scores)
         return StepResult(report, scores, tuple(map(packed, records)) if self._cuda else ())
 
-    def _send(self, result: StepResult, started: float) -> Flight:
+    def _send(self, result: StepResult, began: Moment) -> Flight:
         """Start copying a round's results to the host."""
         if not self._cuda:
-            return Flight(self._rows, result.report, result.scores, None, started)
+            return Flight(self._rows, result.report, result.scores, began, self._moment())
         hosts = [torch.empty_like(b, device="cpu", pin_memory=True) for b in result.sent]
         for host, sent in zip(hosts, result.sent, strict=True):
             host.copy_(sent, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
         report = unpacked(result.report, hosts[0])
         scores = None if result.scores is None else unpacked(result.scores, hosts[1])
-        return Flight(self._rows, report, scores, arrived, started)
+        return Flight(self._rows, report, scores, began, self._moment())
 
     def _capture(self, held: Held, step: Callable[[], Result]) -> Replay[Result]:
-        """Run the step a few times for a batch of nobody, so that kernels are compiled and buffers exist, then record it."""
+        """Run the step a few times for nobody, so that kernels are compiled and buffers exist, then record it."""
+        self._attach(held.ring)
         if self._cuda:
-            kept = [leaf.clone() for leaf in held.leaves()]
-            nobody, _ = self._padded([])
-            _copy(nobody, held.state)
-            held.live.zero_()
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
-                for _ in range(WARM_UPS):
-                    step()
-            torch.cuda.current_stream().wait_stream(aside)
-            for leaf, value in zip(held.leaves(), kept, strict=True):
-                leaf.copy_(value)
+            with self._aside(held):
+                aside = torch.cuda.Stream()
+                aside.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(aside):
+                    for _ in range(WARM_UPS):
+                        step()
+                torch.cuda.current_stream().wait_stream(aside)
         return Replay(step, self.device, self._pool)
 
 
@@ -247,6 +283,16 @@ def leaves(record: object) -> list[Tensor]:
 def _copy(source: object, target: object) -> None:
     for old, new in zip(leaves(target), leaves(source), strict=True):
         old.copy_(new)
+
+
+def _between(began: Moment, ended: Moment) -> float:
+    """Seconds; waits until the later moment has come."""
+    if isinstance(began, float) or isinstance(ended, float):
+        assert isinstance(began, float)
+        assert isinstance(ended, float)
+        return ended - began
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3
 
 
 @contextmanager

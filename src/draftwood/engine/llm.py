@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import torch
 
@@ -120,8 +120,7 @@ class LLM:
         raise SystemExit(0)
 
     def _counterpart(self, drafts: bool, noise_coupled: bool) -> Runner:
-        stages = self._stages(self.drafting if drafts else None, noise_coupled)
-        return Runner(stages, **self._runner_settings())
+        return self._local_runner(self.drafting if drafts else None, noise_coupled)
 
     def close(self) -> None:
         """End the processes of the other ranks; an engine of one rank has nothing to close."""
@@ -249,20 +248,14 @@ class LLM:
             engine.abort()
 
     def _runner(self, drafting: Drafting | None) -> Runner:
-        stages = self._stages(drafting, self.config.noise_coupled)
-        if self.config.tp == 1:
-            return Runner(stages, **self._runner_settings())
-        return ParallelRunner(stages, self.world, **self._runner_settings())
+        runner = self._local_runner(drafting, self.config.noise_coupled)
+        return runner if self.config.tp == 1 else cast(Runner, ParallelRunner(runner, self.world))
 
-    def _stages(self, drafting: Drafting | None, noise_coupled: bool) -> Stages:
-        return Stages(self.target, self.latents, drafting, self.kernels, noise_coupled)
-
-    def _runner_settings(self) -> dict[str, Any]:
-        return {
-            "page_size": self.config.page_size,
-            "max_context": self.max_context,
-            "device": self.device,
-        }
+    def _local_runner(self, drafting: Drafting | None, noise_coupled: bool) -> Runner:
+        stages = Stages(self.target, self.latents, drafting, self.kernels, noise_coupled)
+        return Runner(
+            stages, page_size=self.config.page_size, max_context=self.max_context, device=self.device
+        )
 
     def _speculation(self, mode: Mode, budget: Budget) -> Speculation:
         if mode == "plain":

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial
 from typing import Any
 
 from draftwood.engine.runner import Runner
 from draftwood.engine.world import World
-from draftwood.round import RoundPlan, Stages
+from draftwood.round import RoundPlan
 from draftwood.tree import DraftTree
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a runner's method, by the runner's number; a new number makes a new runner."""
+    """A call of a runner's method."""
 
     runner: int
+    """Number of the runner; a new number makes a new one."""
     drafts: bool
     noise_coupled: bool
     method: str
@@ -29,49 +29,32 @@ class Call:
     """Runners that will not be called again."""
 
 
-class ParallelRunner(Runner):
-    """`Runner` on the first of several ranks. Public methods are those of `Runner`, and run on all ranks."""
+class ParallelRunner:
+    """Any runner, on the first of several ranks: its methods run on all of them, its other attributes are its own."""
 
-    def __init__(self, stages: Stages, world: World, **settings: Any) -> None:
-        super().__init__(stages, **settings)
-        self._world, self._number, self._inside = world, next(world.numbers), False
+    def __init__(self, local: Runner, world: World) -> None:
+        self._local, self._world, self._number = local, world, next(world.numbers)
         weakref.finalize(self, world.retired.append, self._number)
 
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._local, name)
+        return partial(self._everywhere, name) if callable(value) else value
+
     def _everywhere(self, method: str, *arguments: Any, **options: Any) -> Any:
-        local = getattr(super(), method)
-        if self._inside:  # part of a call that all ranks are in already
-            return local(*arguments, **options)
-        stages, world = self.stages, self._world
+        stages, world = self._local.stages, self._world
         call = Call(
             self._number,
             stages.drafting is not None,
             stages.noise_coupled,
             method,
-            tuple(_without_host(argument) for argument in arguments),
-            options,
+            tuple(map(_without_host, arguments)),
+            {name: _without_host(option) for name, option in options.items()},
             tuple(world.retired),
         )
         with world.together():
             world.retired.clear()
             world.send(call)
-            self._inside = True
-            try:
-                return local(*arguments, **options)
-            finally:
-                self._inside = False
-
-
-def _forward(name: str) -> Callable[..., Any]:
-    @wraps(getattr(Runner, name))
-    def method(self: ParallelRunner, *arguments: Any, **options: Any) -> Any:
-        return self._everywhere(name, *arguments, **options)
-
-    return method
-
-
-for _name, _ in inspect.getmembers(Runner, inspect.isfunction):
-    if not _name.startswith("_"):
-        setattr(ParallelRunner, _name, _forward(_name))
+            return getattr(self._local, method)(*arguments, **options)
 
 
 def serve(world: World, runner_of: Callable[[bool, bool], Runner]) -> None:

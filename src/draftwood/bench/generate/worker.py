@@ -14,8 +14,11 @@ from draftwood.bench.catalog import Job
 from draftwood.bench.generate.cases import Models, mode_of, parse_accept
 from draftwood.bench.worker import error_text, is_device_error, serve
 
-WARM_UP_TOKENS = (4, 16)
-"""Generated before a mode is timed on a setting: the first time compiles, the second tells what a token takes."""
+WARM_UP_TOKENS = {"cpu": (4, 16), "cuda": (4, inf)}
+"""Generated before a mode is timed on a setting: the first time compiles, the second tells what a token takes.
+
+On a GPU the second is a whole visit: graphs are captured for the batch as it shrinks, and as budgets change.
+"""
 
 
 class Session:
@@ -68,7 +71,8 @@ class Session:
         }
 
     def _warm_up(self, job: Job) -> dict[str, Any]:
-        records = [self._generate(job, 0, min(job.case["new"], n))[0] for n in WARM_UP_TOKENS]
+        lengths = (min(job.case["new"], n) for n in WARM_UP_TOKENS[self.llm.device])
+        records = [self._generate(job, 0, int(n))[0] for n in lengths]
         self.warm.add(job.id)
         return records[-1]
 
