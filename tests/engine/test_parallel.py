@@ -216,7 +216,7 @@ class TestFourRanks:
 
     def test_a_killed_rank_is_named(self, llm):  # last: it ends the engine
         error = lose(llm, lambda: os.kill(llm.world.pids[2], signal.SIGKILL))
-        assert "rank 2 of 4 was killed by SIGKILL" in str(error)
+        assert "rank 2 of 4 was killed by signal 9 (Killed)" in str(error)
 
 
 class TestBundledPair:

@@ -106,7 +106,7 @@ class LLM:
         self.world = World.open(self.config.tp, self.device, again)
         weakref.finalize(self, self.world.close)
         self._progress = progress
-        with self.world.together():
+        with self.world.together(interruptible=True):
             self._load(model, drafter, kernels, inner_norm_eps, yarn_rule)
             self.world.wait_for_all()
         if not self.world.is_first:

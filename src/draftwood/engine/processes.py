@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import pickle
 import signal
@@ -9,13 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-
-import draftwood
 
 STORE, SIZE, RANK, LOCAL_RANK = "DRAFTWOOD_STORE", "WORLD_SIZE", "RANK", "LOCAL_RANK"
 """Environment of a rank: the last three as torchrun sets them, the first only where no torchrun does."""
+PROGRAM = (
+    "import json, sys; sys.path = json.loads(sys.argv[1]); from draftwood.engine.worker import main; main()"
+)
+"""With the parent's import path, so that what it has pickled is found."""
 FAREWELL = 10.0
 """Seconds that a process told to stop may take."""
 
@@ -30,28 +34,15 @@ class Processes:
         """Each rank calls `build`, which is pickled, with `threads` CPU threads."""
         self._folder = tempfile.TemporaryDirectory(prefix="draftwood-")
         self.store_file = str(Path(self._folder.name) / "store")
-        package = str(Path(draftwood.__file__).parents[1])
-        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         message = pickle.dumps((os.getpid(), build))
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        for rank in range(1, size):
-            own = {
-                STORE: self.store_file,
-                SIZE: size,
-                RANK: rank,
-                LOCAL_RANK: rank,
-                "OMP_NUM_THREADS": threads,
-            }
-            process = subprocess.Popen(
-                [sys.executable, "-m", "draftwood.engine.worker"],
-                stdin=subprocess.PIPE,
-                env=os.environ | {"PYTHONPATH": path} | {name: str(value) for name, value in own.items()},
-                start_new_session=True,  # Ctrl-C is for the first rank alone
-            )
-            self._running[rank] = process
-            assert process.stdin is not None
-            with process.stdin:
-                process.stdin.write(message)
+        shared = {SIZE: size, STORE: self.store_file, "OMP_NUM_THREADS": threads}
+        try:
+            for rank in range(1, size):
+                self._running[rank] = _start(shared | {RANK: rank, LOCAL_RANK: rank}, message)
+        except BaseException:
+            self.end(within=0.0)
+            raise
 
     @property
     def pids(self) -> dict[int, int]:
@@ -74,8 +65,21 @@ class Processes:
         self._folder.cleanup()
 
 
+def _start(variables: Mapping[str, object], message: bytes) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, json.dumps(sys.path)],
+        stdin=subprocess.PIPE,
+        env=os.environ | {name: str(value) for name, value in variables.items()},
+        start_new_session=True,  # Ctrl-C is for the first rank alone
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin:  # one that has ended is noticed soon enough
+        process.stdin.write(message)
+    return process
+
+
 def _how(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
-    name = signal.Signals(-code).name
-    return f"was killed by {name}" + (", for want of memory perhaps" if name == "SIGKILL" else "")
+    suspicion = ", for want of memory perhaps" if -code == signal.SIGKILL else ""
+    return f"was killed by signal {-code} ({signal.strsignal(-code)}){suspicion}"

@@ -42,7 +42,11 @@ class Digest:
 
 
 class Runner:
-    """Runs prefill chunks and rounds over the pages of its stages."""
+    """Runs prefill chunks and rounds over the pages of its stages.
+
+    Of several ranks each makes the same calls. So which collectives a call runs must follow from its arguments and from
+    what is the same everywhere, never from clocks or chance.
+    """
 
     def __init__(self, stages: Stages, *, page_size: int, max_context: int, device: str) -> None:
         self.stages, self.page_size, self.max_context, self.device = stages, page_size, max_context, device

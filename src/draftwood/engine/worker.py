@@ -33,7 +33,3 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(POLL)
     os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

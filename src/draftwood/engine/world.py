@@ -82,7 +82,7 @@ class World:
             processes = Processes(size, build, threads)
             world = cls(Ranks(Shard(0, size)), FileStore(processes.store_file, size), processes)
             torch.set_num_threads(threads)
-        with world.together():
+        with world.together(interruptible=True):
             world._meet(torch.device("cuda", local) if device == "cuda" else None)
         return world
 
@@ -122,18 +122,19 @@ class World:
             dist.barrier(group=self._control)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, *, interruptible: bool = False) -> Iterator[None]:
         """Around what every rank does: when it fails on one, the engine ends on all.
 
         Raises `RankError` on the first rank if another was the first to fail, and `ReportedError` on the others.
-        Ctrl-C waits until all are done, so that it does not end the engine; a second one does not wait.
+        Unless it is `interruptible`, Ctrl-C waits until all are done, so that it does not end the engine; a second one
+        does not wait.
         """
         if self.ranks.size == 1:
             yield
             return
         if not self._is_open:
             raise RankError("the engine is closed, or was ended by an earlier error")
-        with _interrupts_later():
+        with contextlib.nullcontext() if interruptible else _interrupts_later():
             try:
                 yield
                 if self._alarm:
@@ -155,13 +156,13 @@ class World:
         """Dismiss the other ranks; may be called twice."""
         if not self._is_open:
             return
+        self._is_open = False
         if self.is_first:
             try:
                 self.send(None)
             except RuntimeError:  # one was lost since the last message
                 self._abandon()
                 return
-        self._is_open = False
         dist.destroy_process_group()
         if self._processes is not None:
             self._processes.end(within=FAREWELL)
@@ -186,12 +187,11 @@ class World:
     def _watch(self) -> None:
         """On GPUs a lost rank leaves the others waiting in a kernel: tell them to go on, with whatever result."""
         assert self._processes is not None
-        while self._is_open:
-            if self._processes.ended():
-                self._alarm = True
-                _abort()
-                return
+        while not self._processes.ended():
             time.sleep(POLL)
+        if self._is_open:
+            self._alarm = True
+            _abort()
 
     def _abandon(self) -> None:
         """End without a farewell."""
@@ -199,7 +199,8 @@ class World:
         if self._processes is not None:
             self._processes.end(within=0.0)
             torch.set_num_threads(self._threads)
-        _abort()
+        if not self._alarm:
+            _abort()
         if dist.is_initialized():
             dist.destroy_process_group()
 
