@@ -52,9 +52,9 @@ def plant_ties(folder):
     The first ten are equal, the next few units in the last place away.
     """
     tensors = load_file(folder / "model.safetensors")
-    head = tensors["lm_head.weight"]
-    head[20:40] = head[:20]
-    head[30:40] *= 1 + 2.0**-22
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):  # the second is the head of tied models
+        tensors[name][20:40] = tensors[name][:20]
+        tensors[name][30:40] *= 1 + 2.0**-22
     save_file(tensors, folder / "model.safetensors")
 
 
@@ -196,13 +196,13 @@ class TestTwoRanks:
 
 
 class TestFourRanks:
-    """fp64, whole experts per rank, the drafter's two key-value heads on every rank, slices of 11, 11, 11 and 8."""
+    """fp64; whole experts per rank, the drafter on every rank, embedding and head one matrix, slices of 11, 11, 11, 8."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def pair(cls, tmp_path_factory):
         sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2}
-        return write_pair(tmp_path_factory, **sizes)
+        return write_pair(tmp_path_factory, tie_word_embeddings=True, **sizes)
 
     @pytest.fixture(scope="class")
     @classmethod
