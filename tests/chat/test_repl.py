@@ -150,12 +150,12 @@ def test_the_third_ctrl_c_leaves(capfd):
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
 
-    interrupt = Interrupt()
+    interrupt, handler = Interrupt(), signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit, match="130"), interrupt:
         press_thrice()
     assert interrupt()
     assert "once more leaves" in capfd.readouterr().err
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 THOUGHT = "thought for 0.0 s, `/think show` shows it"

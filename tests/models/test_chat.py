@@ -18,7 +18,7 @@ from draftwood.models.errors import ChatError, ModelError
 from draftwood.models.miniature_tokenizer import SPECIAL_TOKENS
 from draftwood.models.tokenizer import Tokenizer
 from draftwood.models.tool_types import tool_types
-from support.kimi import Oracle, layout, spelt, write_pairs
+from support.kimi import ASSIGNED, Oracle, layout, spelt, write_pairs
 
 TOOLS = [
     {
@@ -211,7 +211,7 @@ HOSTILE = st.lists(
     st.one_of(
         st.sampled_from(NAMES),
         st.sampled_from(FRAGMENTS),
-        st.characters(exclude_categories=("Cs",)),
+        ASSIGNED,
         st.sampled_from([chr(0xE000 + i) for i in range(40)] + [chr(0xF0000), "\\ue000", "&lt;", " ", "\n"]),
     ),
     max_size=6,
