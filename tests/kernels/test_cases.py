@@ -8,7 +8,7 @@ import torch
 from draftwood.kernels.registry import IMPLEMENTATIONS, KERNELS, exists
 from draftwood.kernels.run_case import cases_of, verify
 
-PRODUCTS = ("verify_attn", "draft_attn", "moe", "moe_int4")
+PRODUCTS = ("verify_attn", "draft_attn", "moe", "moe_int4", "linear")
 """Kernels made of matrix products, which Triton offers in no float64."""
 
 

@@ -25,6 +25,7 @@ KERNELS = (
     "draft_attn",
     "moe",
     "moe_int4",
+    "linear",
 )
 
 IMPLEMENTATIONS = {"ref": "ref", "torch": "torch_impl", "triton": "triton_impl"}
@@ -117,6 +118,7 @@ class Kernels:
     draft_attn: Callable[..., Any]
     moe: Callable[..., Any]
     moe_int4: Callable[..., Any]
+    linear: Callable[..., Any]
     choices: tuple[Choice, ...] = ()
 
 
