@@ -89,7 +89,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
 
 
 def _compile_case(item: str, N: int, M: int, K: int, strides: tuple[int, int, int]) -> CompileCase:
-    arguments: dict[str, Any] = {name: f"*{item}" for name in ("x", "weight", "out")}
+    arguments: dict[str, Any] = dict.fromkeys(("x", "weight", "out"), f"*{item}")
     arguments |= {"N": "i32", "M": M, "K": K}
     arguments |= zip(("weight_g", "weight_m", "weight_k"), strides, strict=True)
     tile = _tile(4 if item == "fp32" else 2)
