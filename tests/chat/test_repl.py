@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
 
 import pytest
@@ -132,7 +131,7 @@ def test_ctrl_c_while_a_reply_comes_stops_it_after_the_round():
     class Pressing(ScriptedScreen):
         def reply(self, pieces, **how):
             self.seen.append(next(pieces).text)
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             self.seen += [p.text for p in pieces]
 
     session = Session(ScriptedModel(["ab", "cd"]), CharacterLayout(), SamplingParams())
@@ -148,7 +147,7 @@ def test_ctrl_c_while_a_reply_comes_stops_it_after_the_round():
 def test_the_third_ctrl_c_leaves(capfd):
     def press_thrice():
         for _ in range(3):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     interrupt, handler = Interrupt(), signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit, match="130"), interrupt:
@@ -218,7 +217,7 @@ def on_terminal(tmp_path, monkeypatch):
     def talk(lines, *replies):
         def typed(prompt):
             line = next(lines)
-            return os.kill(os.getpid(), line) if isinstance(line, int) else line
+            return signal.raise_signal(line) if isinstance(line, int) else line
 
         lines = iter(lines)
         monkeypatch.setattr("sys.stdin", Typed())
