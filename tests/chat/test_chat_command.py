@@ -112,6 +112,7 @@ class OnTerminal:
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
             os.environ |= {"XDG_STATE_HOME": str(state), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+            os.environ |= {"NO_COLOR": "", "INPUTRC": os.devnull}  # whatever holds where the tests run
             code = "from draftwood.cli import main; main()"
             os.execv(sys.executable, [sys.executable, "-c", code, "chat", *args])
         self._unread = ""

@@ -138,7 +138,8 @@ def test_what_the_wrapper_alone_says_counts(tmp_path):
         ("{", "not valid JSON"),
         ("[]", "expected a JSON object, got list"),
         ("\xff", "not valid JSON"),
-        ("[" * 100_000, "not valid JSON"),
+        pytest.param("[" * 100_000, "not valid JSON", id="deep"),
+        pytest.param('{"vocab_size": 1' + "0" * 5000 + "}", "not valid JSON", id="5000 digits"),
     ],
 )
 def test_broken_files(tmp_path, text, message):
