@@ -23,6 +23,7 @@ from draftwood.bench.cli import app as bench_app
 from draftwood.byte_bar import byte_bar
 from draftwood.chat.cli import chat
 from draftwood.config import Mode, parse_budget
+from draftwood.control_characters import fit_for
 from draftwood.doctor import doctor
 from draftwood.training.cli import app as train_app
 
@@ -150,11 +151,15 @@ def _errors_named() -> Iterator[None]:
         raise
     except ValidationError as e:
         for error in e.errors():
-            stderr.print(f"error: {'.'.join(str(p) for p in error['loc'])}: {error['msg']}", style="red")
+            _print_error(f"{'.'.join(str(p) for p in error['loc'])}: {error['msg']}")
         raise typer.Exit(2) from e
     except (ValueError, OSError, KernelUnavailableError, OutOfPagesError) as e:
-        stderr.print(f"error: {e}", style="red", markup=False)
+        _print_error(str(e))
         raise typer.Exit(2) from e
+
+
+def _print_error(message: str) -> None:
+    stderr.print(f"error: {fit_for(sys.stderr, message)}", style="red", markup=False)
 
 
 app.command()(_errors_named()(chat))
@@ -191,7 +196,7 @@ def _run(llm: LLM, prompt: str, params: SamplingParams, *, show: bool, trace: bo
     for event in llm.stream(prompt, params, trace=trace):
         output = event.output
         if show:
-            sys.stdout.write(event.text)
+            sys.stdout.write(fit_for(sys.stdout, event.text))
             sys.stdout.flush()
     assert output is not None
     if output.error is not None:

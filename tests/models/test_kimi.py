@@ -172,6 +172,7 @@ def _line(rank, token):
         (3, "AA== two", r"line 3: expected base64 and a rank, got 'AA== two'"),
         (3, "AA== -2", r"line 3: expected base64 and a rank"),
         (3, "AA==", r"line 3: expected base64 and a rank"),
+        pytest.param(3, "AA== " + "9" * 5000, r"line 3: expected base64 and a rank", id="5000 digits"),
         (3, _line(1, b"zz"), r"line 3: rank 1 is also that of line 2"),
         (3, _line(2, b"\x01"), r"line 3: the same token as in line 2: b'\\x01'"),
         (
@@ -202,6 +203,7 @@ def test_base_tokens_that_are_wrong(number, line, message, tmp_path):
         ),
         ({"512": {"content": "x"}}, r"added_tokens_decoder\.512`: not one of the special slots 256\.\.511"),
         ({"bos": {"content": "x"}}, r"added_tokens_decoder\.bos`: not one of the special slots"),
+        ({"0300": {"content": "x"}}, r"added_tokens_decoder\.0300`: not one of the special slots"),
         ({"300": {"content": "[EOS]"}}, r"ids 257 and 300 are both '\[EOS\]'"),
         ({"300": {"content": "<|reserved_token_301|>"}}, r"ids 300 and 301 are both"),
         ({"300": "x"}, r"added_tokens_decoder\.300`: expected an object with the token's name"),

@@ -25,7 +25,5 @@ class SampleParams:
     counts: Array = None  # [B, V] i32, occurrences in the committed output, root included
     bias_ids: Array = None  # [B, M] i32, -1 padded, distinct per row
     bias_values: Array = None  # [B, M] f32, -inf bans the token
-    unfiltered: Array = (
-        None  # [B] bool, all set; given only if no row has a filter: slices then hand over no logits
-    )
     mask_bits: Array = None  # [B, T, ceil(V/32)] i32, bit v % 32 of word v // 32 set iff token v is allowed
+    unfiltered: Array = None  # [B] bool, all set: no row has a filter, so slices need not hand over logits
