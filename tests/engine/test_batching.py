@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from draftwood import LLM, SamplingParams
+from draftwood.cache.pages import OutOfPagesError
 from draftwood.engine.budget import BudgetController
 from draftwood.engine.engine import Engine
 from draftwood.engine.request import Request
@@ -257,6 +258,30 @@ def test_an_abandoned_stream_is_cancelled_and_leaves_its_pages_to_be_reused(make
     stream.close()
     assert output.finish_reason == "cancelled"
     assert llm.generate([STEM * 2], LONG)[0].cached_tokens == 16
+
+
+def test_an_idle_engine_steps_and_a_request_runs_once(make):
+    llm = make()
+    engine, request = llm.engine(), llm.request([3], SamplingParams(max_new_tokens=1))
+    assert engine.step() == []
+    engine.add(request)
+    run(engine)
+    with pytest.raises(ValueError, match="prompt 0: the request has been added before"):
+        engine.add(request)
+    assert engine.step() == []
+
+
+def test_an_engine_that_another_leaves_no_page_says_so(make):
+    llm = make(n_pages=24)
+    first, second = (llm.stream([STEM], SamplingParams(max_new_tokens=80, ignore_eos=True)) for _ in range(2))
+    outputs = [next(first).output, next(second).output]
+    with pytest.raises(OutOfPagesError, match=r"no request can be admitted: \d+ of 24 pages are free"):
+        list(zip(first, second, strict=False))
+    assert list(first) or list(second)  # the other goes on
+    (want,) = make().generate([STEM], SamplingParams(max_new_tokens=80, ignore_eos=True))
+    finished = [o for o in outputs if o.finish_reason == "length"]
+    assert ids(finished) == [want.token_ids]
+    llm.cache.check_integrity([])
 
 
 # faults

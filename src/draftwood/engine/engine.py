@@ -83,13 +83,14 @@ class Engine:
             chunk=prefill_chunk,
             budget=prefill_budget,
         )
-        self._tables: list[
-            tuple[list[int], int]
-        ] = []  # of the runner's rows: a request's pages, and how many it has
+        self._tables: list[tuple[list[int], int]] = []
+        """Of the runner's rows: the request's list of pages, and how many of them the runner knows."""
         self._in_step = False
 
     def add(self, request: Request) -> None:
-        """Queue a request, with its further samples. Raises ValueError if it could never run."""
+        """Queue a request, with its further samples. Raises ValueError if it could never run, or has been here before."""
+        if request.arrival >= 0:
+            raise ValueError(f"prompt {request.index}: the request has been added before; make a new one")
         limit = self.scheduler.max_context
         if request.n_tokens >= limit:
             raise ValueError(
@@ -119,16 +120,16 @@ class Engine:
     def step(self) -> list[StreamEvent]:
         """Admit what fits, prefill some, run one round for all requests that are ready for it.
 
-        Returns an event for each of these; none if all are still being prefilled.
+        Returns an event for each of these; none if all are still being prefilled, or there is no work.
         Raises `OutOfPagesError` if nothing can be done since other engines hold the pages. After any error, `abort`.
         """
-        self._in_step = True
         step = self.scheduler.step()
-        if not step.work and not step.batch:
+        if self.has_work() and not step.work and not step.batch:
             raise OutOfPagesError(
                 f"no request can be admitted: {self.cache.n_available} of "
-                f"{self.cache.allocator.n_pages} pages are free"
+                f"{self.cache.allocator.n_pages} pages are free, other engines hold the rest"
             )
+        self._in_step = True
         for work in step.work:
             if isinstance(work, Copy):
                 self.runner.copy_page(work.source, work.target)
