@@ -28,7 +28,11 @@ INTERPRETED = {
 
 
 def affordable(case, impl):
-    return not impl.startswith("triton") or torch.cuda.is_available() or INTERPRETED.get(case.kernel, lambda c: True)(case)
+    return (
+        not impl.startswith("triton")
+        or torch.cuda.is_available()
+        or INTERPRETED.get(case.kernel, lambda c: True)(case)
+    )
 
 
 def offered(case, impl):
