@@ -62,6 +62,12 @@ def generate(
         bool,
         typer.Option("--expert-parallel", help="With --tp: whole experts per rank, not a share of each."),
     ] = False,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic", help="The same numbers in every batch and tree, bit for bit; slower."
+        ),
+    ] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float64.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     yarn_rule: Annotated[
@@ -99,6 +105,7 @@ def generate(
             "max_batch": 1,
             "tp": tp,
             "expert_parallel": expert_parallel,
+            "deterministic": deterministic,
         }
         with byte_bar("loading the model", stderr) as progress:
             llm = LLM(

@@ -53,5 +53,7 @@ class EngineConfig(BaseModel):
     """Ranks that share the weights, one GPU each, or processes on a CPU."""
     expert_parallel: bool = False
     """With tp > 1: whole routed experts per rank, not a share of every expert."""
+    deterministic: bool = False
+    """A request's numbers do not depend on what runs beside it, bit for bit: see docs/deterministic.md. Slower."""
     noise_coupled: bool = True
     """At temperature > 0, rank draft candidates with the noise that the target's choice will use."""

@@ -46,6 +46,18 @@ class Ranks:
             dist.all_reduce(x)
         return x
 
+    def sum_in_order(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, added in the order of the ranks; `all_reduce` may have another for each part of x."""
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x)
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        return total
+
     def from_first(self, record: Record) -> Record:
         """The first rank's record, in one broadcast; shapes and types are the same on all ranks."""
         if self.size == 1:
