@@ -83,8 +83,8 @@ class Engine:
             chunk=prefill_chunk,
             budget=prefill_budget,
         )
-        self._tables: list[tuple[list[int], int]] = []
-        """Of the runner's rows: the request's list of pages, and how many of them the runner knows."""
+        self._tables: list[list[int]] = []  # the requests' lists of pages that the runner has as rows
+        self._shown: list[tuple[int, int]] = []  # which lists these are, and how long they were
         self._in_step = False
 
     def add(self, request: Request) -> None:
@@ -124,7 +124,7 @@ class Engine:
         Raises `OutOfPagesError` if nothing can be done since other engines hold the pages. After any error, `abort`.
         """
         step = self.scheduler.step()
-        if self.has_work() and not step.work and not step.batch:
+        if not step.batch and not step.work and self.has_work():
             raise OutOfPagesError(
                 f"no request can be admitted: {self.cache.n_available} of "
                 f"{self.cache.allocator.n_pages} pages are free, other engines hold the rest"
@@ -168,18 +168,20 @@ class Engine:
 
     def _show(self, batch: list[Request]) -> None:
         """Let the runner know the batch: all of it if a request came or went, else the pages that are new."""
-        known = self._tables
-        self._tables = [(request.pages, len(request.pages)) for request in batch]
-        if len(known) == len(batch) and all(
-            a is b for (a, _), (b, _) in zip(known, self._tables, strict=True)
-        ):
-            grown = [
+        shown = [(id(request.pages), len(request.pages)) for request in batch]
+        if shown == self._shown:
+            return
+        before, self._shown = self._shown, shown
+        self._tables = [
+            request.pages for request in batch
+        ]  # alive, so that no new list gets the id of one of them
+        if [table for table, _ in before] == [table for table, _ in shown]:
+            entries = [
                 (row, column, page)
-                for row, (pages, n) in enumerate(known)
-                for column, page in enumerate(pages[n:], n)
+                for row, (request, (_, known)) in enumerate(zip(batch, before, strict=True))
+                for column, page in enumerate(request.pages[known:], known)
             ]
-            if grown:
-                self.runner.set_pages(grown)
+            self.runner.set_pages(entries)
             return
         controller = self.speculation.controller
         if controller is not None and not all(request.output.rounds for request in batch):

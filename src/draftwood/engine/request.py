@@ -91,7 +91,9 @@ class Request:
         if self.stops.hit is None and done != Done.RUNNING:
             text += self.stops.push(self.decoder.flush())
             text += self.stops.flush()
-        out.rounds.append(replace(record, emitted=taken, accepted=min(record.accepted, taken)))
+        if taken < len(tokens):
+            record = replace(record, emitted=taken, accepted=min(record.accepted, taken))
+        out.rounds.append(record)
         out.token_ids.extend(tokens[:taken])
         if logprobs is not None:
             out.logprobs = (out.logprobs or []) + logprobs[:taken]
