@@ -7,9 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from draftwood.cli import app
+from draftwood.cli import _errors_named, app
 
 FIELDS = {
     "text",
@@ -120,3 +121,10 @@ def test_doctor_names_every_kernel_and_a_reason():
     for kernel in ("topk_logprobs", "tree_build", "verify_attn", "sample", "tree_accept", "commit_kv", "moe"):
         assert kernel in result.stdout
     assert "runs anywhere; triton needs a GPU" in result.stdout
+
+
+def test_an_error_does_not_drive_the_terminal(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with pytest.raises(typer.Exit), _errors_named():
+        raise ValueError("config.json: key `\x1b[2J[/red]` is unknown")
+    assert "config.json: key `␛[2J[/red]` is unknown" in capsys.readouterr().err

@@ -162,6 +162,12 @@ def test_an_index_without_its_files(pair):
     code, out, _ = doctor("--model", pair[0], "--gpu-memory-gib", 2)
     assert code == 0
     assert "no weight files: names from their index" in out
+    (pair[0] / INDEX).write_text(
+        json.dumps({"weight_map": names | {"model.layers.9.mlp.up": "x.safetensors"}})
+    )
+    code, _, err = doctor("--model", pair[0])
+    assert code == 2
+    assert f"{INDEX}: tensor `model.layers.9.mlp.up` has no place in this model (1 such)" in err
     del names["model.embed_tokens.weight"]
     (pair[0] / INDEX).write_text(json.dumps({"weight_map": names}))
     code, _, err = doctor("--model", pair[0])
@@ -177,10 +183,14 @@ def test_int4_experts(tmp_path):
     save_file(
         {s.name: torch.zeros(s.shape, dtype=TYPES[s.dtype]) for s in specs}, folder / "model.safetensors"
     )
+    tamper(
+        folder,
+        lambda t: t.update({n: s.long() for n, s in t.items() if n.endswith("3.up_proj.weight_shape")}),
+    )
     code, out, err = doctor("--model", folder, "--gpu-memory-gib", 2)
     assert code == 0, err
     in_memory = 4 * 3 * 32 * 64 * 9 // 16
-    stored = in_memory + 4 * 3 * 8
+    stored = in_memory + 4 * 3 * 8 + 8  # a shape of i64
     assert f"routed experts, INT4 {stored / 2**20:.2f} MiB {in_memory / 2**20:.2f} MiB" in out
     name = "model.layers.1.mlp.experts.0.down_proj.weight"
     tamper(

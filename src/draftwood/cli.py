@@ -23,6 +23,7 @@ from draftwood.bench.cli import app as bench_app
 from draftwood.byte_bar import byte_bar
 from draftwood.chat.cli import chat
 from draftwood.config import Mode, parse_budget
+from draftwood.control_characters import fit_for
 from draftwood.doctor import doctor
 from draftwood.training.cli import app as train_app
 
@@ -61,6 +62,12 @@ def generate(
         bool,
         typer.Option("--expert-parallel", help="With --tp: whole experts per rank, not a share of each."),
     ] = False,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic", help="The same numbers in every batch and tree, bit for bit; slower."
+        ),
+    ] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float64.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     yarn_rule: Annotated[
@@ -98,6 +105,7 @@ def generate(
             "max_batch": 1,
             "tp": tp,
             "expert_parallel": expert_parallel,
+            "deterministic": deterministic,
         }
         with byte_bar("loading the model", stderr) as progress:
             llm = LLM(
@@ -150,11 +158,15 @@ def _errors_named() -> Iterator[None]:
         raise
     except ValidationError as e:
         for error in e.errors():
-            stderr.print(f"error: {'.'.join(str(p) for p in error['loc'])}: {error['msg']}", style="red")
+            _print_error(f"{'.'.join(str(p) for p in error['loc'])}: {error['msg']}")
         raise typer.Exit(2) from e
     except (ValueError, OSError, KernelUnavailableError, OutOfPagesError) as e:
-        stderr.print(f"error: {e}", style="red", markup=False)
+        _print_error(str(e))
         raise typer.Exit(2) from e
+
+
+def _print_error(message: str) -> None:
+    stderr.print(f"error: {fit_for(sys.stderr, message)}", style="red", markup=False)
 
 
 app.command()(_errors_named()(chat))
@@ -191,7 +203,7 @@ def _run(llm: LLM, prompt: str, params: SamplingParams, *, show: bool, trace: bo
     for event in llm.stream(prompt, params, trace=trace):
         output = event.output
         if show:
-            sys.stdout.write(event.text)
+            sys.stdout.write(fit_for(sys.stdout, event.text))
             sys.stdout.flush()
     assert output is not None
     if output.error is not None:

@@ -56,6 +56,8 @@ class EngineConfig(BaseModel):
     """With tp > 1: whole routed experts per rank, not a share of every expert."""
     graphs: bool = False
     """Replay rounds as CUDA graphs and learn their results a round late; on a CPU the same steps without graphs."""
+    deterministic: bool = False
+    """A request's numbers do not depend on what runs beside it, bit for bit: see docs/deterministic.md. Slower."""
     noise_coupled: bool = True
     """At temperature > 0, rank draft candidates with the noise that the target's choice will use."""
 

@@ -17,6 +17,11 @@ from draftwood.kernels.registry import Kernels, load_slices
 from draftwood.models.shard import WHOLE, Shard
 from draftwood.tree import DraftTree, n_words
 
+ALIGNMENT = 8
+"""Bytes of the widest numbers; buffers are multiples of it, so that they can lie end to end."""
+
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name before torch 2.13
+
 Record = TypeVar("Record")
 """A dataclass whose fields are tensors."""
 
@@ -41,6 +46,18 @@ class Ranks:
             dist.all_reduce(x)
         return x
 
+    def sum_in_order(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, added in the order of the ranks; `all_reduce` may have another for each part of x."""
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x)
+        total = parts[0]
+        for part in parts[1:]:
+            total += part
+        return total
+
     def from_first(self, record: Record) -> Record:
         """The first rank's record, in one broadcast; shapes and types are the same on all ranks."""
         if self.size == 1:
@@ -54,9 +71,9 @@ class Ranks:
         if self.size == 1:
             return [record]
         own = packed(record)
-        buffers = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(buffers, own)
-        return [unpacked(record, buffer) for buffer in buffers]
+        buffers = own.new_empty(self.size * len(own))
+        _all_gather(buffers, own)
+        return [unpacked(record, buffer) for buffer in buffers.split(len(own))]
 
 
 ALONE = Ranks()
@@ -115,8 +132,9 @@ def _views(like: object, buffer: Tensor | None = None) -> tuple[Tensor, dict[str
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
     sizes = [tensors[name].numel() * tensors[name].element_size() for name in names]
     if buffer is None:
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[names[0]].device)
-    places = zip(names, buffer.split(sizes), strict=True)
+        whole = -(-sum(sizes) // ALIGNMENT) * ALIGNMENT
+        buffer = torch.empty(whole, dtype=torch.uint8, device=tensors[names[0]].device)
+    places = zip(names, buffer[: sum(sizes)].split(sizes), strict=True)
     return buffer, {n: (x := tensors[n], part.view(x.dtype).view(x.shape)) for n, part in places}
 
 

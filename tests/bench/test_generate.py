@@ -23,10 +23,10 @@ from draftwood.bench.countdown import Countdown
 from draftwood.bench.generate import prompts
 from draftwood.bench.generate.cases import Models, make_jobs, mode_of, parse_accept
 from draftwood.bench.generate.rows import Seen, make_row
-from draftwood.bench.generate.suite import MIN_VISITS, GenerateSuite
+from draftwood.bench.generate.suite import MIN_VISITS, GenerateSuite, worker_of
 from draftwood.bench.planner import Progress
 from draftwood.bench.state import Options
-from draftwood.bench.supervisor import Worker
+from draftwood.bench.supervisor import Slot, Worker, WorkerLost
 from support.kimi_configs import INT4
 from support.tiny import TARGET, write_drafter, write_target
 
@@ -364,6 +364,13 @@ def test_imposed_acceptance_is_written_over_every_table(faulty, tmp_path):
     assert (tmp_path / "page.html").read_text().count("imposed acceptance (imposed 0.8)") >= 5
 
 
+def test_a_model_that_cannot_be_had_is_a_wrong_argument():
+    start = worker_of(Models("cpu", model="/nowhere", drafter="/nowhere"))
+    with pytest.raises(WorkerLost, match="/nowhere") as lost:
+        Slot(start, jobs_of(), lambda: 200.0).hello()
+    assert lost.value.status == "invalid"
+
+
 def test_killed_in_mid_run_then_resumed(pair, tmp_path):
     """Twenty prompts: ten visits of a batch of two, none of thirty-two."""
     out = tmp_path / "run.jsonl"
@@ -377,7 +384,9 @@ def test_killed_in_mid_run_then_resumed(pair, tmp_path):
         time.sleep(0.01)
     process.kill()
     process.communicate()
-    before = [r for r in whole_rows(out) if r["status"] == "ok"]
+    ok = [r for r in whole_rows(out) if r["status"] == "ok"]
+    batches = [r["case"]["batch"] for r in ok]
+    before = [r for r in ok if batches.count(r["case"]["batch"]) == 2]  # a pair is kept whole
     assert before
     with out.open("a") as f:
         f.write('{"type": "row", "ker')  # as if killed while writing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -178,7 +177,7 @@ def test_an_interrupt_closes_the_run_with_its_table(suite, sig):
     def interrupt(what, done):
         steps.append(what)
         if len(steps) == 30:  # past preparing; all cases have been visited, none is done
-            os.kill(os.getpid(), sig)
+            signal.raise_signal(sig)  # to this very thread, so that it is here before the next step
 
     run.watcher.step = interrupt
     assert run.run() == 4

@@ -44,15 +44,38 @@ def test_piped_lines_are_continued_on_stdout(tmp_path):
     assert result.stderr.count("tokens/round") == 2
 
 
-def test_a_chat_with_a_model_of_kimi_k26_layout(tmp_path):
-    target, drafter, file = tmp_path / "target", tmp_path / "drafter", tmp_path / "c.json"
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory):
+    """The options for a pair of K2.6's layout: INT4, shards, tiktoken, template, drafter."""
+    root = tmp_path_factory.mktemp("kimi")
     config = target_config("k2.6", layers=2)
-    write_target(target, config, shard_bytes=10**9, seed=0)
-    write_drafter(drafter, drafter_config("k2.6", config), shard_bytes=10**9, seed=0)
+    write_target(root / "target", config, shard_bytes=2_000_000, seed=0)
+    write_drafter(root / "drafter", drafter_config("k2.6", config), shard_bytes=10**9, seed=0)
+    return "--model", str(root / "target"), "--drafter", str(root / "drafter")
+
+
+@pytest.mark.timeout(900)
+def test_two_ranks_say_what_one_says(kimi, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # of the second rank
+    lines = ["hello", "/thinking off", "日本 and a < b?"]
+    args = ["--temperature", "0", "--dtype", "float64", "--max-new-tokens", "10", "--max-context", "256"]
+    said = []
+    for tp in ("1", "2"):
+        file = tmp_path / f"{tp}.json"
+        result = chat(*kimi, *args, "--budget", "8", "--tp", tp, text="\n".join([*lines, f"/save {file}"]))
+        assert result.exit_code == 0, result.output
+        said.append((result.stdout, json.loads(file.read_text())))
+    assert said[0] == said[1]
+    thought, answer = said[0][1][1::2]
+    assert min(len(thought["reasoning_content"]), len(answer["content"])) > 10
+    assert said[0][0].endswith(f"{answer['content']}\n")
+
+
+def test_a_chat_with_a_model_of_kimi_k26_layout(kimi, tmp_path):
+    file = tmp_path / "c.json"
     lines = ["hello", "/think show", "again", "/thinking off", "and now?", f"/save {file}"]
-    args = ["--model", str(target), "--drafter", str(drafter), "--system", "be brief", "--seed", "1"]
     limits = ["--max-new-tokens", "8", "--max-context", "256", "--budget", "8"]
-    result = chat(*args, *limits, text="\n".join(lines))
+    result = chat(*kimi, "--system", "be brief", "--seed", "1", *limits, text="\n".join(lines))
     assert result.exit_code == 0, result.output
     system, *turns = json.loads(file.read_text())
     assert system == {"role": "system", "content": "be brief"}
@@ -89,6 +112,7 @@ class OnTerminal:
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
             os.environ |= {"XDG_STATE_HOME": str(state), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+            os.environ |= {"NO_COLOR": "", "INPUTRC": os.devnull}  # whatever holds where the tests run
             code = "from draftwood.cli import main; main()"
             os.execv(sys.executable, [sys.executable, "-c", code, "chat", *args])
         self._unread = ""
@@ -114,6 +138,7 @@ class OnTerminal:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
+@pytest.mark.timeout(900)
 def test_a_terminal_stops_replies_recalls_lines_and_is_left_by_ctrl_d(tmp_path):
     terminal = OnTerminal("--raw", "--budget", "8", "--max-new-tokens", "900", "--seed", "2", state=tmp_path)
     terminal.type("def fib(n):\n")

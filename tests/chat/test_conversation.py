@@ -63,6 +63,18 @@ def test_a_file_holds_all_of_a_conversation(tmp_path):
     assert Conversation.load(file).messages == c.messages
     assert json.loads(file.read_text())[1] == {"role": "user", "content": 'Grüße\n"x"'}
     assert list(tmp_path.iterdir()) == [file]
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_beside_it(tmp_path, monkeypatch):
+    file = tmp_path / "c.json"
+    conversation("a").save(file)
+    before = file.read_text()
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        conversation("b").save(file)
+    assert file.read_text() == before
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize(

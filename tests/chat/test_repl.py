@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
 
 import pytest
@@ -132,7 +131,7 @@ def test_ctrl_c_while_a_reply_comes_stops_it_after_the_round():
     class Pressing(ScriptedScreen):
         def reply(self, pieces, **how):
             self.seen.append(next(pieces).text)
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             self.seen += [p.text for p in pieces]
 
     session = Session(ScriptedModel(["ab", "cd"]), CharacterLayout(), SamplingParams())
@@ -148,14 +147,14 @@ def test_ctrl_c_while_a_reply_comes_stops_it_after_the_round():
 def test_the_third_ctrl_c_leaves(capfd):
     def press_thrice():
         for _ in range(3):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
-    interrupt = Interrupt()
+    interrupt, handler = Interrupt(), signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit, match="130"), interrupt:
         press_thrice()
     assert interrupt()
     assert "once more leaves" in capfd.readouterr().err
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 THOUGHT = "thought for 0.0 s, `/think show` shows it"
@@ -195,19 +194,74 @@ def test_a_pipe_gets_the_text_as_it_is(capsys, monkeypatch):
     assert capsys.readouterr() == ("\n\nyes\x1b[2J!\n", "remark\n")
 
 
-def test_a_crash_keeps_the_conversation(tmp_path, monkeypatch, capsys):
+def test_a_pipe_into_a_terminal_does_not_let_the_model_drive_it(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    Pipe().reply(iter(PIECES), continued="", reasoning=False)
+    Pipe().say("\x1b[2J")
+    assert capsys.readouterr() == ("\n\nyes␛[2J!\n", "\x1b[2J\n")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    Pipe().say("a\tb\x9b2J\r\x7f")
+    assert capsys.readouterr().err == "a\tb\ufffd2J␍␡\n"
+
+
+@pytest.fixture
+def on_terminal(tmp_path, monkeypatch):
+    """Talk, typing lines, until one of them is an exception; what is in the state folder afterwards."""
+
     class Typed(io.StringIO):
         def isatty(self):
             return True
 
-    lines = iter(["hi", "and then?"])
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr("sys.stdin", Typed())
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    session = Session(ScriptedModel(["yes\0"], [["no token"]]), CharacterLayout(), SamplingParams())
-    with pytest.raises(TypeError):
-        _talk(session, "m")
-    rescued = tmp_path / "draftwood" / "chat_rescued.json"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    def talk(lines, *replies):
+        def typed(prompt):
+            line = next(lines)
+            return signal.raise_signal(line) if isinstance(line, int) else line
+
+        lines = iter(lines)
+        monkeypatch.setattr("sys.stdin", Typed())
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        monkeypatch.setattr("builtins.input", typed)
+        _talk(Session(ScriptedModel(*replies), CharacterLayout(), SamplingParams()), "m")
+
+    return talk, tmp_path / "state" / "draftwood"
+
+
+@pytest.mark.parametrize(
+    ("last", "ending"), [("and then?", TypeError), (signal.SIGHUP, SystemExit), (signal.SIGTERM, SystemExit)]
+)
+def test_what_ends_a_chat_by_force_keeps_the_conversation(last, ending, on_terminal, capsys):
+    talk, state = on_terminal
+    handlers = [signal.getsignal(s) for s in (signal.SIGHUP, signal.SIGTERM)]
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it may be ignored where the tests run
+        with pytest.raises(ending):
+            talk(["hi", last], ["yes\0"], [["no token"]])
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, handlers[0])
+    assert signal.getsignal(signal.SIGTERM) is handlers[1]
+    (rescued,) = state.glob("chat_rescued-*.json")
     assert f"/load {rescued}" in capsys.readouterr().out
     assert [m.content for m in Conversation.load(rescued).messages] == ["hi", "yes"]
+
+
+def test_a_conversation_that_cannot_be_kept_is_no_other_error(on_terminal, capsys):
+    talk, state = on_terminal
+    state.parent.write_text("in the way of a folder")
+    with pytest.raises(TypeError):
+        talk(["hi", "and then?"], ["yes\0"], [["no token"]])
+    said = capsys.readouterr().out
+    assert "no history from earlier chats" in said
+    assert "the conversation so far could not be kept" in said
+
+
+def test_what_was_typed_is_for_the_user_alone(on_terminal):
+    talk, state = on_terminal
+    for loosened in (False, True):
+        if loosened:
+            (state / "chat_history").chmod(0o644)
+        talk(["hi", "/exit"], ["yes\0"])
+        assert state.stat().st_mode & 0o777 == 0o700
+        assert (state / "chat_history").stat().st_mode & 0o777 == 0o600

@@ -9,6 +9,7 @@ import pytest
 from draftwood.chat.conversation import ChatError
 from draftwood.chat.session import NO_LIMIT, Session, sampling
 from draftwood.engine.sampling_params import SamplingParams
+from draftwood.models.errors import ModelError
 from support.scripted_chat import CharacterLayout, ScriptedModel
 
 
@@ -144,3 +145,11 @@ def test_the_model_suggests_and_the_person_decides(tmp_path, suggested, chosen, 
         (tmp_path / "generation_config.json").write_text(json.dumps(suggested))
     params = sampling(tmp_path, **chosen)
     assert (params.temperature, params.top_p) == (temperature, top_p)
+
+
+def test_a_suggestion_out_of_range_is_named_unless_it_does_not_count(tmp_path):
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"temperature": "hot"}))
+    assert sampling(tmp_path, temperature=0.5).temperature == 0.5
+    with pytest.raises(ModelError, match=r"generation_config\.json: key `temperature`: .*got 'hot'"):
+        sampling(tmp_path, temperature=None)

@@ -29,6 +29,7 @@ VARIANTS = {
     "q-lora": {"q_lora_rank": 12},
     "no-shared-experts": {"n_shared_experts": None},
     "all-dense": {"first_k_dense_replace": 2},
+    "tied": {"tie_word_embeddings": True},
     "three-layers": {"num_hidden_layers": 3, "first_k_dense_replace": 0, "n_shared_experts": 2},
 }
 
@@ -135,7 +136,10 @@ def test_the_inventory_is_what_such_folders_hold(tmp_path, variant):
     config = TARGET | VARIANTS[variant]
     folder = write_target(tmp_path, **VARIANTS[variant])
     specs = list(target_tensors(TargetConfig.from_folder(folder)))
-    assert {spec.name: spec.shape for spec in specs} == target_shapes(config)
+    expected = target_shapes(config)
+    if config["tie_word_embeddings"]:
+        del expected["lm_head.weight"]
+    assert {spec.name: spec.shape for spec in specs} == expected
     assert len({spec.name for spec in specs}) == len(specs)
 
 
@@ -146,13 +150,16 @@ def test_the_drafters_inventory(tmp_path):
     assert shapes == drafter_shapes(json.loads((folder / "config.json").read_text()))
 
 
-def test_equals_what_each_rank_loads(tmp_path):
-    """41 tokens: the second rank has a row less."""
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_what_each_rank_loads(tmp_path, variant):
+    """41 tokens: the second rank has a row less, of the embedding and of a head of its own."""
     options = {"dtype": torch.bfloat16, "device": "cpu", "kernels": load_kernels("cpu")}
-    write_target(tmp_path / "target", q_lora_rank=12, vocab_size=41)
-    write_drafter(tmp_path / "drafter", {"vocab_size": 41})
+    write_target(tmp_path / "target", vocab_size=41, **VARIANTS[variant])
+    layers = VARIANTS[variant].get("num_hidden_layers", 2)
+    write_drafter(tmp_path / "drafter", {"vocab_size": 41, "num_hidden_layers": layers})
     config = DrafterConfig.from_folder(tmp_path / "drafter")
-    for rank, less in ((0, 0), (1, 2 * 24 * 2)):
+    row = 24 * 2
+    for rank, less in ((0, 0), (1, row if variant == "tied" else 2 * row)):
         target = Target.from_folder(tmp_path / "target", ranks=Ranks(Shard(rank, 2)), **options)
         drafter = Drafter.from_folder(tmp_path / "drafter", target=target, **options)
         takes = footprint(target.config, config, EngineConfig(), Layout(2))

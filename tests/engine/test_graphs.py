@@ -161,6 +161,29 @@ def test_a_long_plain_stretch_empties_the_ring_in_time(llm):
     assert [facts(replayed.round(plan), 2) for plan in plans] == want
 
 
+@pytest.mark.parametrize("kind", [Runner, GraphRunner])
+def test_pages_change_hands_while_features_wait(llm, kind):
+    """After plain rounds one page of an ended row is prefilled for another request, and one gets a copy of it."""
+    runner = runner_of(llm, kind)
+    heir = row(1, list(range(2, 19)))
+    start(runner, [heir])
+    want = llm.drafting.context.kv[:, :, heir.pages[0]].clone()
+    ended = row(0, [3])
+    start(runner, [ended])
+    for _ in range(5):
+        runner.round(PLAIN)
+    first, second = ended.pages[:2]
+    runner.prefill(heir.prompt[:-1], 0, [first])
+    runner.copy_page(first, second)
+    runner.begin([replace(heir, pages=[second])])
+    runner.set_pages([(0, 1, first)])
+    assert runner._state.page_table[0, :3].tolist() == [second, first, -1]
+    runner.round(PLAIN)
+    runner.settle()
+    for page in (first, second):  # position 0 of the first is now position 16 of the row
+        torch.testing.assert_close(llm.drafting.context.kv[:, :, page, 1:], want[:, :, 1:])
+
+
 def test_timing_a_round_disturbs_nothing(llm):
     runner = runner_of(llm, GraphRunner)
     start(runner, ROWS)

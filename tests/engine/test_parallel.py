@@ -52,9 +52,9 @@ def plant_ties(folder):
     The first ten are equal, the next few units in the last place away.
     """
     tensors = load_file(folder / "model.safetensors")
-    head = tensors["lm_head.weight"]
-    head[20:40] = head[:20]
-    head[30:40] *= 1 + 2.0**-22
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):  # the second is the head of tied models
+        tensors[name][20:40] = tensors[name][:20]
+        tensors[name][30:40] *= 1 + 2.0**-22
     save_file(tensors, folder / "model.safetensors")
 
 
@@ -186,20 +186,23 @@ class TestTwoRanks:
                 llm.world, "send", lambda call: send(parallel_runner.replace(call, method="no_such_call"))
             )
 
+        threads = llm.world._threads
+        assert torch.get_num_threads() == max(1, threads // 2)
         error = lose(llm, raise_there)
+        assert torch.get_num_threads() == threads
         assert "rank 1 of 2: AttributeError" in str(error)
         assert "no_such_call" in str(error)
         assert "parallel_runner.py" in error.__notes__[0]
 
 
 class TestFourRanks:
-    """fp64, whole experts per rank, the drafter's two key-value heads on every rank, slices of 11, 11, 11 and 8."""
+    """fp64; whole experts per rank, the drafter on every rank, embedding and head one matrix, slices of 11, 11, 11, 8."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def pair(cls, tmp_path_factory):
         sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2}
-        return write_pair(tmp_path_factory, **sizes)
+        return write_pair(tmp_path_factory, tie_word_embeddings=True, **sizes)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -217,32 +220,6 @@ class TestFourRanks:
     def test_a_killed_rank_is_named(self, llm):  # last: it ends the engine
         error = lose(llm, lambda: os.kill(llm.world.pids[2], signal.SIGKILL))
         assert "rank 2 of 4 was killed by signal 9 (Killed)" in str(error)
-
-
-class TestBundledPair:
-    """fp32, packed weights and dense experts; drafts are accepted."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def llm(cls):
-        with LLM(tp=2, max_batch=1, max_context=128) as llm:
-            yield llm
-
-    def test_lossless_against_plain_with_the_same_ranks(self, llm):
-        for sampler in ({}, {"temperature": 0.8, "top_p": 0.9, "seed": 1}):
-            params = SamplingParams(max_new_tokens=24, ignore_eos=True, **sampler)
-            plain = llm.generate("def add(a, b):", params, mode="plain")[0]
-            tree = llm.generate("def add(a, b):", params, mode="tree", budget=16)[0]
-            assert tree.token_ids == plain.token_ids
-            assert tree.tokens_per_round > 1.2
-            agree(llm)
-
-    def test_threads_are_divided_and_given_back(self, llm):
-        threads = torch.get_num_threads()
-        assert threads == max(1, llm.world._threads // 2)
-        llm.close()
-        assert torch.get_num_threads() == llm.world._threads
-        assert_gone(llm.world.pids.values())
 
 
 def test_torchrun():
@@ -265,18 +242,34 @@ def test_torchrun():
     assert json.loads(run.stdout)["token_ids"] == want.token_ids
 
 
-def test_ranks_end_with_a_first_that_is_killed(tmp_path):
-    target = write_target(tmp_path / "target")
-    code = (
-        "import os, sys; from draftwood import LLM; llm = LLM(sys.argv[1], tp=2, mode='plain');"
-        "print(*llm.world.pids.values(), flush=True); os.kill(os.getpid(), 9)"
-    )
-    command = [sys.executable, "-c", code, str(target)]
-    run = subprocess.run(command, check=False, stdout=subprocess.PIPE, timeout=240)
+BUNDLED = """
+import json, os, signal
+from draftwood import LLM, SamplingParams
+
+llm = LLM(tp=2, max_batch=1, max_context=128)
+pairs = []
+for sampler in ({}, {"temperature": 0.8, "top_p": 0.9, "seed": 1}):
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True, **sampler)
+    plain = llm.generate("def add(a, b):", params, mode="plain")[0]
+    tree = llm.generate("def add(a, b):", params, mode="tree", budget=16)[0]
+    pairs.append((plain.token_ids, tree.token_ids, tree.tokens_per_round))
+    llm._runner(llm.drafting).check_ranks_agree()
+print(json.dumps({"pids": list(llm.world.pids.values()), "pairs": pairs}), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_bundled_pair_is_lossless_and_ranks_end_with_a_first_that_is_killed():
+    """fp32, packed weights and dense experts; drafts are accepted."""
+    command = [sys.executable, "-c", BUNDLED]
+    run = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=240)
     assert run.returncode == -signal.SIGKILL
-    pids = [int(pid) for pid in run.stdout.split()]
-    assert len(pids) == 1
-    assert_gone(pids)
+    found = json.loads(run.stdout)
+    for plain, tree, tokens_per_round in found["pairs"]:
+        assert tree == plain
+        assert tokens_per_round > 1.2
+    assert len(found["pids"]) == 1
+    assert_gone(found["pids"])
 
 
 @pytest.mark.parametrize("T", [1, 5, 64, 65])

@@ -8,7 +8,7 @@ import torch
 from draftwood.kernels.registry import IMPLEMENTATIONS, KERNELS, exists
 from draftwood.kernels.run_case import cases_of, verify
 
-PRODUCTS = ("verify_attn", "draft_attn", "moe", "moe_int4")
+PRODUCTS = ("verify_attn", "draft_attn", "moe", "moe_int4", "linear")
 """Kernels made of matrix products, which Triton offers in no float64."""
 
 
@@ -28,11 +28,15 @@ INTERPRETED = {
 
 
 def affordable(case, impl):
-    return impl != "triton" or torch.cuda.is_available() or INTERPRETED.get(case.kernel, lambda c: True)(case)
+    return (
+        not impl.startswith("triton")
+        or torch.cuda.is_available()
+        or INTERPRETED.get(case.kernel, lambda c: True)(case)
+    )
 
 
 def offered(case, impl):
-    return impl != "triton" or case.kernel not in PRODUCTS or dtype_of(case) != "float64"
+    return not impl.startswith("triton") or case.kernel not in PRODUCTS or dtype_of(case) != "float64"
 
 
 SMALL = [
@@ -47,8 +51,8 @@ SMALL = [
 
 @pytest.mark.parametrize(("case", "impl"), SMALL)
 def test_agrees_with_reference(case, impl):
-    on_gpu = impl == "triton" and torch.cuda.is_available()
-    if impl == "triton" and not on_gpu and case.kernel in PRODUCTS and dtype_of(case) == "bfloat16":
+    on_gpu = impl.startswith("triton") and torch.cuda.is_available()
+    if impl.startswith("triton") and not on_gpu and case.kernel in PRODUCTS and dtype_of(case) == "bfloat16":
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16 numbers")
     verify(case, impl, "cuda" if on_gpu else "cpu")
 

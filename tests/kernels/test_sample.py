@@ -287,9 +287,9 @@ MIXED = make_case("sample", cases.DEFAULTS, B=6, T=9, V=97, rows="mixed", extras
 
 
 def rows_of(value, index):
-    """Rows `index` of an array, or of a dataclass of arrays."""
-    if isinstance(value, np.ndarray):
-        return value[index]
+    """Rows `index` of an array, or of a dataclass of arrays, some of which may be absent."""
+    if value is None or isinstance(value, np.ndarray):
+        return value if value is None else value[index]
     return type(value)(**{f.name: rows_of(getattr(value, f.name), index) for f in fields(value)})
 
 

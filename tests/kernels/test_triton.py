@@ -156,6 +156,21 @@ def test_sample_slices_merge_to_the_whole(extras, values, tree):
     cases.compare(case, to_numpy(sample_impl.merge(parts, **given)), run(case, inputs, "ref"))
 
 
+@pytest.mark.parametrize("rows", ["greedy", "plain"])
+def test_sample_slices_without_filters_hand_over_winners_only(rows):
+    cases = cases_of("sample")
+    case = make_case(
+        "sample", cases.DEFAULTS, B=3, T=2, V=97, rows=rows, extras="all", values="holes", tree=1
+    )
+    inputs = cases.make(case)
+    unfiltered = replace(inputs["params"], unfiltered=np.ones(3, bool))
+    given = torch_inputs(case, inputs | {"params": unfiltered}, DEVICE)
+    logits = given.pop("logits")
+    parts = [sample_impl.partial(logits[..., a:b], **given, offset=a) for a, b in pairwise([0, 40, 97])]
+    assert all(part.x.numel() == 0 for part in parts)
+    cases.compare(case, to_numpy(sample_impl.merge(parts, **given)), run(case, inputs, "ref"))
+
+
 @pytest.mark.parametrize("top_p", [0.0, 0.05, 0.5])
 def test_sample_when_top_p_keeps_none_of_the_best_by_noise(top_p):
     """Over nearly flat logits noise decides who is best, and few of those are kept: several rounds."""

@@ -18,7 +18,7 @@ from draftwood.models.errors import ChatError, ModelError
 from draftwood.models.miniature_tokenizer import SPECIAL_TOKENS
 from draftwood.models.tokenizer import Tokenizer
 from draftwood.models.tool_types import tool_types
-from support.kimi import Oracle, layout, spelt, write_pairs
+from support.kimi import ASSIGNED, Oracle, layout, spelt, write_pairs
 
 TOOLS = [
     {
@@ -211,7 +211,7 @@ HOSTILE = st.lists(
     st.one_of(
         st.sampled_from(NAMES),
         st.sampled_from(FRAGMENTS),
-        st.characters(exclude_categories=("Cs",)),
+        ASSIGNED,
         st.sampled_from([chr(0xE000 + i) for i in range(40)] + [chr(0xF0000), "\\ue000", "&lt;", " ", "\n"]),
     ),
     max_size=6,
@@ -345,6 +345,8 @@ def test_where_the_template_comes_from(miniature, tmp_path):
         ("{{ raise_exception('not today') }}", {}, r"chat_template\.jinja: .*not today"),
         ("{{ '<|' ~ 'im_end' ~ '|>' }}", {}, r"makes the token <\|im_end\|> out of pieces"),
         ("{{ messages[0].role.__class__.mro() }}", {}, r"unsafe"),
+        ("{{ ('{0.__class__.__mro__}' | attr('format'))(1) }}", {}, r"unsafe"),
+        ("[BOS]{{ messages[0].content | striptags }}", {}, r"line 1: No filter named 'striptags'"),
         (b"\xff", {}, r"chat_template\.jinja: not UTF-8"),
         (None, {"chat_template": 3}, r"tokenizer_config\.json: key `chat_template`: expected a string"),
         (None, {"chat_template": [{"name": "a", "template": "b"}]}, r"a list with one named `default`"),
@@ -391,6 +393,9 @@ def test_conversations_that_are_wrong(chats):
     ):
         with pytest.raises(ChatError, match=message):
             chats["kimi_k2"].template.render(messages)
+    for name in ("kimi_k2", "kimi_k25"):  # a number would be the id of a token, perhaps a control token
+        with pytest.raises(ChatError, match=r"messages\[1\]\.name: expected a string, got 5378"):
+            chats[name].template.render([user, user | {"name": 5378}])
     with pytest.raises(ChatError, match=r"tools\[1\]: expected an object, got 'f'"):
         chats["kimi_k2"].template.render([user], tools=[TOOLS[0], "f"])
     with pytest.raises(ChatError, match="mood: the built-in chat layout has no such variable"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from draftwood import bundled
 from draftwood.models.chat import ChatTemplate
@@ -208,3 +210,26 @@ def test_where_a_reply_begins(chat):
     parser = ReplyParser(tokenizer, [], [tokenizer.token_id("<|end|>")])
     parser.push([*tokenizer.encode("<think>x"), tokenizer.token_id("<|end|>")])
     assert parser.reply == ChatReply(content="<think>x")
+
+
+def test_a_user_who_writes_think_does_not_open_the_reply(tmp_path):
+    """In a `tokenizer.json` it may be a token of text; and DeepSeek's turns of users have no end."""
+    library = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_tokens(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    library.add_special_tokens(["<user>", "<assistant>"])
+    library.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}<user>{{ m.content }}{% endfor %}<assistant>{{ '<think>\n' if thinking }}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    chat = ChatTemplate.from_folder(tmp_path, tokenizer)
+    asked = [{"role": "user", "content": "what is <think>"}]
+    assert tokenizer.token_id("<think>") in chat.render(asked)
+    for thinking in (False, True):
+        prompt = chat.render(asked, thinking=thinking)
+        reply = chat.parse(prompt, tokenizer.encode("a</think>b"))
+        assert (reply.reasoning_content, reply.content) == (("a", "b") if thinking else ("", "ab"))

@@ -125,9 +125,22 @@ def test_wrapper_refusals_name_the_key(tmp_path, changes, message):
         TargetConfig.from_folder(write(tmp_path, KIMI | changes))
 
 
+def test_what_the_wrapper_alone_says_counts(tmp_path):
+    text = {key: value for key, value in KIMI_TEXT.items() if key != "tie_word_embeddings"}
+    for tied in (True, False):
+        values = KIMI | {"tie_word_embeddings": tied, "text_config": text}
+        assert TargetConfig.from_folder(write(tmp_path, values)).tie_word_embeddings is tied
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "not valid JSON"), ("[]", "expected a JSON object, got list"), ("\xff", "not valid JSON")],
+    [
+        ("{", "not valid JSON"),
+        ("[]", "expected a JSON object, got list"),
+        ("\xff", "not valid JSON"),
+        pytest.param("[" * 100_000, "not valid JSON", id="deep"),
+        pytest.param('{"vocab_size": 1' + "0" * 5000 + "}", "not valid JSON", id="5000 digits"),
+    ],
 )
 def test_broken_files(tmp_path, text, message):
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))

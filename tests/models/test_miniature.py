@@ -25,6 +25,7 @@ from draftwood.models.miniature_config import FAMILIES, drafter_config, target_c
 from draftwood.models.target import Target
 from draftwood.models.weights import SIZES
 from support.deepseek import Paged
+from support.kimi_configs import INT4, KIMI_TEXT
 
 KERNELS = load_kernels("cpu")
 OPTIONS = {"shard_bytes": 2_000_000, "seed": 3}
@@ -98,6 +99,12 @@ def test_true_width_has_the_published_sizes(tmp_path):
     read = TargetConfig.from_folder(tmp_path)
     assert read.eos_token_ids == (163585, 163586)
     assert config["media_placeholder_token_id"] == 163605
+    text = config["text_config"]
+    left_to_the_library = {"bad_words_ids", "id2label"}
+    assert {k: text.get(k) for k in KIMI_TEXT.keys() - left_to_the_library} == {
+        k: v for k, v in KIMI_TEXT.items() if k not in left_to_the_library
+    }
+    assert text["quantization_config"] == INT4
     size = sum(spec.numel * SIZES[spec.dtype] for spec in target_tensors(read))
     assert 553.3 < size / 2**30 < 553.7  # 554.3 with the vision tower
     values = drafter_config("k2.6", config)

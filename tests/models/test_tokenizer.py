@@ -106,6 +106,9 @@ def test_folders_that_cannot_be_used(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"decoder": {"type": "Metaspace"}}))
     with pytest.raises(ModelError, match="decoder is Metaspace; only ByteLevel"):
         Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"decoder": ["ByteLevel"]}))
+    with pytest.raises(ModelError, match=r"decoder is \['ByteLevel'\]; only ByteLevel"):
+        Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps({"decoder": {"type": "ByteLevel"}}))
     with pytest.raises(ModelError, match="not a tokenizer"):
         Tokenizer.from_folder(tmp_path)

@@ -86,11 +86,15 @@ def test_missing_and_misshapen(tmp_path):
         ({"a": "model-2.safetensors"}, r"model-2\.safetensors: tensor `a` is missing"),
         ({"d": "model-3.safetensors"}, r"model-3\.safetensors: no such file"),
         ({"b": None}, r"model-2\.safetensors: tensor `b` is there, but .* does not name it"),
-        ({"d": "../model.safetensors"}, r"file name `\.\./model\.safetensors` must not hold a path"),
+        ({"d": "../model.safetensors"}, r"file name `\.\./model\.safetensors` must .* not hold a path"),
+        ({"d": ".."}, r"file name `\.\.` must be that of a \.safetensors file"),
+        ({"d": ""}, r"file name `` must be that of a \.safetensors file"),
+        ({"d": "folder.safetensors"}, r"folder\.safetensors: cannot be opened"),
         ({"d": 1}, "`weight_map` must map"),
     ],
 )
 def test_index_and_shards_must_agree(tmp_path, index, message):
+    (tmp_path / "folder.safetensors").mkdir()
     with pytest.raises(ModelError, match=message):
         read(shards(tmp_path, index=index))
 

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import regex
+from hypothesis import strategies as st
 
 from draftwood.models.miniature_tokenizer import write_tokenizer
 
@@ -22,6 +23,8 @@ WHITE_SPACE = {*map(chr, [*range(9, 14), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000
     "\u2028\u2029\u202f\u205f\u3000"
 )
 HAN = regex.compile(r"\p{Han}", regex.V1)
+# What this Python's Unicode tables know: newer characters have a class only in the newer tables of the package's library.
+ASSIGNED = st.characters(exclude_categories=("Cn", "Cs"))
 CONTRACTIONS = ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")
 
 

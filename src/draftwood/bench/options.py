@@ -83,5 +83,6 @@ def errors_named() -> Iterator[None]:
         print(f"error: {e}", file=sys.stderr)
         raise typer.Exit(2) from e
     except WorkerLost as e:
-        print(f"error: the worker did not start: {e}", file=sys.stderr)
-        raise typer.Exit(3) from e
+        asked = e.status == "invalid"
+        print(f"error: {e}" if asked else f"error: the worker did not start: {e}", file=sys.stderr)
+        raise typer.Exit(2 if asked else 3) from e

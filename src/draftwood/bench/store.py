@@ -64,7 +64,7 @@ class Run:
     path: Path
     headers: list[dict[str, Any]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)  # the last one of each job, in the order first written
-    versus: list[dict[str, Any]] = field(default_factory=list)
+    versus: list[dict[str, Any]] = field(default_factory=list)  # likewise
     end: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -83,6 +83,7 @@ def read_run(path: Path) -> Run:
         raise UsageError(f"`{path}`: no such run")
     run = Run(path)
     rows: dict[tuple[str, ...], Row] = {}
+    versus: dict[tuple[str, ...], dict[str, Any]] = {}
     lines = path.read_text().splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
         try:
@@ -97,10 +98,10 @@ def read_run(path: Path) -> Run:
         elif kind == "row":
             rows[job_key(entry)] = entry
         elif kind == "versus":
-            run.versus.append(entry)
+            versus[(*job_key(entry), entry["vs"])] = entry
         elif kind == "end":
             run.end = entry
-    run.rows = list(rows.values())
+    run.rows, run.versus = list(rows.values()), list(versus.values())
     return run
 
 

@@ -27,7 +27,8 @@ KILL_WAIT_S = 5.0
 
 
 class WorkerLost(Exception):  # noqa: N818 - an outcome, not an error of this program
-    """The worker died (`crash`) or did not answer in time and was ended (`timeout`)."""
+    """The worker died (`crash`), did not answer in time and was ended (`timeout`), or was asked to start with what cannot
+    be had (`invalid`)."""
 
     def __init__(self, status: str, detail: str) -> None:
         super().__init__(detail)
@@ -175,5 +176,5 @@ class Slot:
             raise
         if "device" not in hello:
             self.drop()
-            raise WorkerLost("crash", hello["detail"])
+            raise WorkerLost(hello["status"], hello["detail"])
         return hello

@@ -49,8 +49,11 @@ def serve(start: Callable[[Mapping[str, Any]], Server]) -> None:
     try:
         server = start(config)
         hello = {**server.hello(), "start_s": time.perf_counter() - started}
+    except ValueError as e:  # what was asked for cannot be had, and says so itself
+        _reply(replies, {"status": "invalid", "detail": str(e)})
+        return
     except Exception as e:  # noqa: BLE001 - the parent reports it
-        _reply(replies, {"status": "crash", "detail": error_text(e), "fatal": True})
+        _reply(replies, {"status": "crash", "detail": error_text(e)})
         return
     _reply(replies, hello)
     for line in sys.stdin:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,7 +102,14 @@ def _load(model: Path | None, drafter: Path | None, **settings: Any) -> LLM:
 
 def _talk(session: Session, name: str) -> None:
     from draftwood.chat.repl import Repl
-    from draftwood.chat.screen import Pipe, Terminal, history_file, line_history, wants_colours
+    from draftwood.chat.screen import (
+        Pipe,
+        Terminal,
+        history_file,
+        line_history,
+        orderly_ending,
+        wants_colours,
+    )
 
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         Repl(session, Pipe()).run()
@@ -109,12 +118,20 @@ def _talk(session: Session, name: str) -> None:
     does = "continues what you type" if session.layout.continues else "answers"
     screen.say(f"{name} {does}; `/help` lists commands, Ctrl-D leaves")
     history = history_file()
-    with line_history(history, screen.say):
+    with line_history(history, screen.say), orderly_ending():
         try:
             Repl(session, screen).run()
         except BaseException:
             if session.conversation.n_turns:
-                rescued = history.with_name("chat_rescued.json")
-                session.conversation.save(rescued)
-                screen.say(f"the conversation so far is kept: `/load {rescued}`")
+                name = f"chat_rescued-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
+                screen.say(_rescue(session, history.with_name(name)))
             raise
+
+
+def _rescue(session: Session, path: Path) -> str:
+    """Keep the conversation; what to say about it."""
+    try:
+        session.conversation.save(path)
+    except OSError as e:
+        return f"the conversation so far could not be kept: {e}"
+    return f"the conversation so far is kept: `/load {path}`"

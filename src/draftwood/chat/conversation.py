@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -84,14 +85,16 @@ class Conversation:
         self.messages = self.messages[: self._head]
 
     def save(self, path: Path) -> None:
-        """Write a JSON list of messages; the file appears complete or not at all."""
+        """Write a JSON list of messages, for the user alone to read; the file appears complete or not at all."""
         text = json.dumps([m.as_dict() for m in self.messages], ensure_ascii=False, indent=1)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
-            unfinished.write_text(text + "\n", encoding="utf-8")
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+            os.replace(unfinished, path)
+        except BaseException:
+            os.unlink(unfinished)
+            raise
 
     @classmethod
     def load(cls, path: Path) -> Self:

@@ -14,12 +14,11 @@ from types import FrameType
 from typing import Protocol, Self
 
 from draftwood.chat.layout import Piece
+from draftwood.control_characters import fit_for, shown
 
 HISTORY_LINES = 2000
 
-# Control characters, all but tab and newline, are shown and not obeyed: a model must not drive the terminal.
-_SHOWN = {c: 0x2400 + c for c in range(0x20) if c not in (0x09, 0x0A)} | {0x7F: 0x2421}
-_SHOWN |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+ENDINGS = (signal.SIGTERM, signal.SIGHUP) if hasattr(signal, "SIGHUP") else (signal.SIGTERM,)
 
 
 class Screen(Protocol):
@@ -59,7 +58,7 @@ class Pipe:
         return line.removesuffix("\n")
 
     def say(self, text: str) -> None:
-        print(text, file=sys.stderr)
+        print(fit_for(sys.stderr, text), file=sys.stderr)
 
     def reply(self, pieces: Iterator[Piece], *, continued: str, reasoning: bool) -> None:
         kind = None
@@ -69,7 +68,7 @@ class Pipe:
             if kind not in (None, piece.kind):
                 sys.stdout.write("\n\n")
             kind = piece.kind
-            sys.stdout.write(piece.text)
+            sys.stdout.write(fit_for(sys.stdout, piece.text))
             sys.stdout.flush()
         sys.stdout.write("\n")
         sys.stdout.flush()
@@ -127,8 +126,8 @@ class Terminal:
         if not text:
             return
         self._at_start = text.endswith("\n")
-        shown = text.translate(_SHOWN)
-        sys.stdout.write(f"\x1b[2m{shown}\x1b[0m" if dim and self._colours else shown)
+        text = shown(text)
+        sys.stdout.write(f"\x1b[2m{text}\x1b[0m" if dim and self._colours else text)
         sys.stdout.flush()
 
 
@@ -157,8 +156,9 @@ def line_history(path: Path, warn: Callable[[str], None]) -> Iterator[None]:
 
     readline.set_history_length(HISTORY_LINES)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.touch(mode=0o600)
+        path.chmod(0o600)  # of an older one too
         readline.read_history_file(path)
     except OSError as e:
         warn(f"no history from earlier chats: {e}")
@@ -170,6 +170,24 @@ def line_history(path: Path, warn: Callable[[str], None]) -> Iterator[None]:
             readline.append_history_file(readline.get_current_history_length() - known, path)
         except OSError as e:
             warn(f"history not saved: {e}")
+
+
+@contextmanager
+def orderly_ending() -> Iterator[None]:
+    """While entered, SIGTERM and the closing of the terminal raise `SystemExit`, unless they are ignored."""
+
+    def leave(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    before = {s: signal.getsignal(s) for s in ENDINGS}
+    before = {s: handler for s, handler in before.items() if handler is not signal.SIG_IGN}
+    for s in before:
+        signal.signal(s, leave)
+    try:
+        yield
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
 
 
 class Interrupt:

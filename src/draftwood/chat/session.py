@@ -14,6 +14,7 @@ from draftwood.chat.conversation import ChatError, Conversation, Message
 from draftwood.chat.layout import Layout, Piece, ReplyReader
 from draftwood.engine.outputs import RequestOutput, StreamEvent
 from draftwood.engine.sampling_params import MAX_INT32, MAX_SEED, SamplingParams
+from draftwood.models.errors import ModelError
 from draftwood.models.json_config import read_json
 
 NO_LIMIT = MAX_INT32
@@ -30,7 +31,7 @@ def sampling(folder: Path, **chosen: Any) -> SamplingParams:
         chosen: fields of `SamplingParams`; None leaves one to the model.
 
     Raises:
-        ModelError: the file is no JSON object. ValidationError: a value is out of its range.
+        ModelError: the file is no JSON object, or a value taken from it is out of its range. ValidationError: a chosen one is.
     """
     file = folder / "generation_config.json"
     suggested = read_json(file) if file.exists() else {}
@@ -39,8 +40,14 @@ def sampling(folder: Path, **chosen: Any) -> SamplingParams:
         fields = {"temperature": 0.0}
     elif fields["temperature"] is None:
         fields["temperature"] = 1.0
-    given = [(name, value) for name, value in (*fields.items(), *chosen.items()) if value is not None]
-    return SamplingParams.model_validate(dict(given))
+    given = {name: value for name, value in chosen.items() if value is not None}
+    fields = {name: value for name, value in fields.items() if value is not None and name not in given}
+    try:
+        SamplingParams.model_validate(fields)
+    except ValidationError as e:
+        error = e.errors()[0]
+        raise ModelError(f"{file}: key `{error['loc'][0]}`: {error['msg']}, got {error['input']!r}") from e
+    return SamplingParams.model_validate(fields | given)
 
 
 class Model(Protocol):

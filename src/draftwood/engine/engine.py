@@ -106,14 +106,15 @@ class Engine:
             chunk=prefill_chunk,
             budget=prefill_budget,
         )
-        self._tables: list[
-            tuple[list[int], int]
-        ] = []  # of the runner's rows: a request's pages, and how many it has
+        self._tables: list[tuple[list[int], int]] = []
+        """Of the runner's rows: the request's list of pages, and how many of them the runner knows."""
         self._flying: deque[Launched] = deque()
         self._in_step = False
 
     def add(self, request: Request) -> None:
-        """Queue a request, with its further samples. Raises ValueError if it could never run."""
+        """Queue a request, with its further samples. Raises ValueError if it could never run, or has been here before."""
+        if request.arrival >= 0:
+            raise ValueError(f"prompt {request.index}: the request has been added before; make a new one")
         limit = self.scheduler.max_context
         if request.n_tokens >= limit:
             raise ValueError(
@@ -144,19 +145,21 @@ class Engine:
         """Admit what fits, prefill some, start one round for all requests that are ready for it.
 
         Returns an event for each request in the rounds whose results are due: this one's, or the one's before where the
-        runner works ahead. None at all while everything is being prefilled.
+        runner works ahead. None while everything is being prefilled, or if there is no work.
         Raises `OutOfPagesError` if nothing can be done since other engines hold the pages. After any error, `abort`.
         """
         self._in_step = True
         events: list[StreamEvent] = []
         if self._flying and not self.scheduler.only_decodes(self._flying[-1].batch):
             events = self._land(0)
+        self._in_step = False
         step = self.scheduler.step()
-        if not step.work and not step.batch and not events:
+        if self.has_work() and not step.work and not step.batch and not events:
             raise OutOfPagesError(
                 f"no request can be admitted: {self.cache.n_available} of "
-                f"{self.cache.allocator.n_pages} pages are free"
+                f"{self.cache.allocator.n_pages} pages are free, other engines hold the rest"
             )
+        self._in_step = True
         for work in step.work:
             if isinstance(work, Copy):
                 self.runner.copy_page(work.source, work.target)

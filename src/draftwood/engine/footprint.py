@@ -17,8 +17,7 @@ from draftwood.models.config import TargetConfig
 from draftwood.models.drafter_config import DrafterConfig
 from draftwood.models.inventory import Split, TensorSpec, drafter_tensors, target_tensors
 from draftwood.models.shard import Shard
-
-SIZES = {"F64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
+from draftwood.models.weights import SIZES
 
 TREE_BUCKETS = (1, 8, 16, 32, 64, 128)
 """Slots per tree for which rounds are captured, root included."""

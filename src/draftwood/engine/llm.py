@@ -35,7 +35,7 @@ from draftwood.kernels import load_kernels
 from draftwood.models.config import InnerNormEps
 from draftwood.models.drafter import Drafter
 from draftwood.models.folder import resolve
-from draftwood.models.layers import pack
+from draftwood.models.layers import fix, pack
 from draftwood.models.rope import YarnRule
 from draftwood.models.target import Target
 from draftwood.models.tokenizer import Tokenizer
@@ -142,9 +142,14 @@ class LLM:
         inner_norm_eps: InnerNormEps,
         yarn_rule: YarnRule | None,
     ) -> None:
-        self.kernels = over_vocabulary(load_kernels(self.device, kernels), self.world.ranks)
+        deterministic = self.config.deterministic
+        chosen = load_kernels(self.device, kernels, deterministic=deterministic)
+        self.kernels = over_vocabulary(chosen, self.world.ranks)
         self.tokenizer, self.target = self._load_target(model, inner_norm_eps)
-        pack(self.target)
+        if deterministic:
+            fix(self.target, self.kernels)
+        else:
+            pack(self.target)
         self.choices = self.target.config.choices
         self.max_context = self._max_context()
         pages_per_request = -(-self.max_context // self.config.page_size)

@@ -29,6 +29,8 @@ class Request:
     # The scheduler's account of it.
     arrival: int = -1
     """Its place in the order of `Scheduler.add`, kept over preemptions."""
+    most_pages: int = 0
+    """Pages for all positions it can ever commit."""
     pages: list[int] = field(default_factory=list)
     """A new list at every placement; it grows with the text. Empty while the request waits."""
     computed: int = 0
@@ -51,6 +53,11 @@ class Request:
     @property
     def n_tokens(self) -> int:
         return len(self.output.prompt_token_ids) + len(self.output.token_ids)
+
+    @property
+    def growing(self) -> bool:
+        """Whether it may yet need more pages than it has."""
+        return len(self.pages) < self.most_pages
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Those at positions start .. stop - 1 of prompt and output."""

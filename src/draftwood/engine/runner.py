@@ -146,6 +146,7 @@ class Runner:
             max_pages=max_pages,
             max_context=self.max_context,
             vocab_size=self.stages.target.slice.padded,
+            split=self.stages.target.ranks.size > 1,
             device=self.device,
         )
 

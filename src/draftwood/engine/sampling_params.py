@@ -85,6 +85,12 @@ class SamplingParams(BaseModel):
     def penalised(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
+    @property
+    def filtered(self) -> bool:
+        """Whether tokens are left out by their rank or probability."""
+        filters = (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
+        return self.temperature > 0 and filters
+
     def check_tokens(self, vocab_size: int) -> None:
         """Raise ValueError naming a token id outside the vocabulary."""
         for field, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):

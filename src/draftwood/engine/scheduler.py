@@ -90,7 +90,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request; its followers stay with it until they can fork."""
         for one in (request, *request.followers):
-            one.arrival = self._arrivals
+            one.arrival, one.most_pages = self._arrivals, self.pages_at_most(one)
             self._arrivals += 1
         self.waiting.append(request)
 
@@ -140,7 +140,7 @@ class Scheduler:
         return -(-positions // self.cache.page_size)
 
     def _pages_due(self, request: Request) -> int:
-        return min(self._n_pages(request.n_tokens - 1 + self.lookahead), self.pages_at_most(request))
+        return min(self._n_pages(request.n_tokens - 1 + self.lookahead), request.most_pages)
 
     def _grow(self) -> None:
         """Pages for the next round, the oldest request first; the youngest make room."""
@@ -179,11 +179,17 @@ class Scheduler:
     # admission
 
     def _admit(self, work: list[Copy | Prefill]) -> None:
-        """First come, first served, but a request that does not fit lets some younger ones pass."""
+        """First come, first served, but a request that does not fit lets some younger ones pass.
+
+        One page per growing request stays free, lest the next growth throws the newcomer out again.
+        """
+        growing = sum(request.growing for request in self.active) if self.waiting else 0
         at = 0
         while at < min(len(self.waiting), WINDOW) and len(self.active) < self.max_batch:
-            if self._place(self.waiting[at], work):
+            request = self.waiting[at]
+            if self._place(request, growing, work):
                 insort(self.active, self.waiting.pop(at), key=_age)
+                growing += request.growing
                 for older in self.waiting[:at]:
                     older.overtaken += 1
             else:
@@ -191,10 +197,10 @@ class Scheduler:
             if any(refused.overtaken >= OVERTAKES for refused in self.waiting[:at]):
                 return
 
-    def _place(self, request: Request, work: list[Copy | Prefill]) -> bool:
-        """Give the request its first pages, those of others where they hold the same; False if too few are free.
+    def _place(self, request: Request, reserve: int, work: list[Copy | Prefill]) -> bool:
+        """Give the request its first pages, those of others where they hold the same.
 
-        One page per growing request stays free beyond that, lest the next growth throws the newcomer out again.
+        False if not so many are free, and `reserve` more.
         """
         known = request.n_tokens - 1
         source = request.source if self._can_fork(request) else None
@@ -206,8 +212,7 @@ class Scheduler:
             self.cache.share(shared)
             computed, proven = known, min(known, source.proven)
         need = self._pages_due(request) - len(shared)
-        growing = sum(len(one.pages) < self.pages_at_most(one) for one in self.active)
-        if need + growing > self.cache.n_available:
+        if need + reserve > self.cache.n_available:
             self.cache.release(shared)
             return False
         request.pages = shared + self.cache.take(need)

@@ -25,16 +25,34 @@ KERNELS = (
     "draft_attn",
     "moe",
     "moe_int4",
+    "linear",
 )
 
-IMPLEMENTATIONS = {"ref": "ref", "torch": "torch_impl", "triton": "triton_impl"}
-"""Implementation name -> module in the kernel's folder, holding a function named like the kernel."""
+IMPLEMENTATIONS = {
+    "ref": "ref",
+    "torch": "torch_impl",
+    "triton": "triton_impl",
+    "torch_fixed": "torch_fixed",
+    "triton_fixed": "triton_fixed",
+}
+"""Implementation name -> module in the kernel's folder, holding a function named like the kernel.
+
+What is fixed is the order of sums: a row's result is the same bit for bit whatever other rows there are.
+"""
+
+DEPENDENT = ("verify_attn", "moe", "moe_int4")
+"""Kernels of the target whose ordinary implementations add up in an order that depends on the batch. `linear` never does; the
+others choose, copy or draft, and no choice depends on a draft."""
 
 _ORDER = {"cpu": ("torch",), "cuda": ("triton", "torch")}
+_FIXED_ORDER = {"cpu": ("torch_fixed",), "cuda": ("triton_fixed", "torch_fixed")}
 _WHY = {
     ("cpu", "torch"): "runs anywhere; triton needs a GPU",
     ("cuda", "triton"): "the fastest there is for this GPU",
     ("cuda", "torch"): "no triton implementation yet",
+    ("cpu", "torch_fixed"): "deterministic: the order of sums is fixed",
+    ("cuda", "triton_fixed"): "deterministic: the order of sums is fixed",
+    ("cuda", "torch_fixed"): "deterministic: the order of sums is fixed; no triton implementation yet",
 }
 
 
@@ -83,13 +101,23 @@ def exists(kernel: str, impl: str) -> bool:
     return find_spec(_module(kernel, impl)) is not None
 
 
-def choose(kernel: str, device: str, requested: str | None = None) -> Choice:
-    """Choose for `device` ("cpu" or "cuda"). Raises `KernelUnavailableError` if `requested` cannot be had."""
+def choose(kernel: str, device: str, requested: str | None = None, *, deterministic: bool = False) -> Choice:
+    """Choose for `device` ("cpu" or "cuda").
+
+    Raises `KernelUnavailableError` if `requested` cannot be had, or is not deterministic where that is wanted.
+    """
+    fixed = deterministic and kernel in DEPENDENT
     if requested is not None:
-        return Choice(kernel, requested, "asked for by name", load(kernel, requested))
+        function = load(kernel, requested)
+        if fixed and requested not in _FIXED_ORDER["cuda"]:
+            raise KernelUnavailableError(
+                f"kernel `{kernel}`, implementation `{requested}` is not deterministic; expected one of: "
+                + ", ".join(impl for impl in _FIXED_ORDER["cuda"] if exists(kernel, impl))
+            )
+        return Choice(kernel, requested, "asked for by name", function)
     if device not in _ORDER:
         raise KernelUnavailableError(f"unknown device `{device}`; expected one of: {', '.join(_ORDER)}")
-    for impl in _ORDER[device]:
+    for impl in (_FIXED_ORDER if fixed else _ORDER)[device]:
         if exists(kernel, impl):
             return Choice(kernel, impl, _WHY[device, impl], load(kernel, impl))
     raise KernelUnavailableError(f"kernel `{kernel}` has no implementation for {device}")
@@ -117,10 +145,13 @@ class Kernels:
     draft_attn: Callable[..., Any]
     moe: Callable[..., Any]
     moe_int4: Callable[..., Any]
+    linear: Callable[..., Any]
     choices: tuple[Choice, ...] = ()
 
 
-def load_kernels(device: str, requested: Mapping[str, str] | None = None) -> Kernels:
+def load_kernels(
+    device: str, requested: Mapping[str, str] | None = None, *, deterministic: bool = False
+) -> Kernels:
     """Choose every kernel for `device`; `requested` maps kernel names to implementation names, `ref` excepted.
 
     Raises `KernelUnavailableError` for an unknown name, or one that cannot be had.
@@ -133,7 +164,9 @@ def load_kernels(device: str, requested: Mapping[str, str] | None = None) -> Ker
             raise KernelUnavailableError(
                 f"kernel `{name}`: the reference takes numpy arrays, an engine has tensors"
             )
-    choices = tuple(choose(kernel, device, requested.get(kernel)) for kernel in KERNELS)
+    choices = tuple(
+        choose(kernel, device, requested.get(kernel), deterministic=deterministic) for kernel in KERNELS
+    )
     return Kernels(**{c.kernel: c.function for c in choices}, choices=choices)
 
 

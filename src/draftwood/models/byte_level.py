@@ -35,9 +35,10 @@ class ByteLevelTokenizer(Tokenizer):
     def from_folder(cls, path: str | Path) -> Self:
         """Raises `ModelError` if there is no `tokenizer.json` or it is not a byte-level one."""
         file = Path(path) / BYTE_LEVEL_FILE
-        decoder = (read_json(file).get("decoder") or {}).get("type")
-        if decoder != "ByteLevel":
-            raise ModelError(f"{file}: decoder is {decoder}; only ByteLevel is supported")
+        decoder = read_json(file).get("decoder")
+        kind = decoder.get("type") if isinstance(decoder, dict) else decoder
+        if kind != "ByteLevel":
+            raise ModelError(f"{file}: decoder is {kind}; only ByteLevel is supported")
         try:
             library = tokenizers.Tokenizer.from_file(str(file))
         except Exception as e:  # the library raises nothing narrower

@@ -71,6 +71,7 @@ class JinjaLayout:
         )
         environment.extend(stand_ins=dict(zip(self._control, stand_ins, strict=True)))
         environment.filters["tojson"] = _tojson
+        del environment.filters["striptags"]  # it would make stand-ins out of `&#xE000;`
         environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         return environment.from_string(self._source)
 

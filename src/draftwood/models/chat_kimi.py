@@ -65,7 +65,8 @@ class KimiLayout:
             recent = i > max(answers, default=-1) and thinking is not False
             keep = bool(c.get("preserve_thinking")) or recent
             body = self._body(message, f"messages[{i}]", keep_reasoning=keep)
-            yield from self._turn(message["role"], message.get("name") or message["role"], body)
+            name = _field(message, "name", f"messages[{i}]") if message.get("name") else message["role"]
+            yield from self._turn(message["role"], name, body)
         if c["add_generation_prompt"]:
             yield from self._opening("assistant", "assistant")
             yield from self._start_of_reply(thinking)

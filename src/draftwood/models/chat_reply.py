@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -85,7 +85,8 @@ class ReplyParser:
         self.reply = ChatReply()
         self._marks = {i: name for name in _HANDLERS if (i := _token_id(tokenizer, name)) is not None}
         self._stops = frozenset(stop_token_ids)
-        self._place = "reasoning" if self._ends_in_reasoning(prompt) else "content"
+        control = self._stops.union(tokenizer.control_tokens.values())
+        self._place = "reasoning" if self._ends_in_reasoning(prompt, control) else "content"
         self._in_section = False  # of tool calls
         self._held = ""  # text whose meaning the next mark decides
         self._decoder = StreamDecoder(tokenizer)
@@ -108,13 +109,14 @@ class ReplyParser:
         self._leave()
         return self._take()
 
-    def _ends_in_reasoning(self, prompt: Sequence[int]) -> bool:
+    def _ends_in_reasoning(self, prompt: Sequence[int], control: Collection[int]) -> bool:
+        """Whether `<think>` is its latest mark. Beyond a control token is another turn, and what users wrote."""
         for token in reversed(prompt):
             mark = self._marks.get(token)
-            if token in self._stops or mark == END_THINK:
-                return False
             if mark == THINK:
                 return True
+            if mark == END_THINK or token in control:
+                return False
         return False
 
     def _take(self) -> list[ReplyDelta]:

@@ -250,13 +250,14 @@ def _unwrap(top: Values, file: Path) -> Values:
     for key in top:
         if key not in known:
             raise ModelError(f"{file}: key `{key}` is unknown, and an unknown key may change the maths")
-    ties = {block["tie_word_embeddings"] for block in (top, text) if "tie_word_embeddings" in block}
-    if len(ties) > 1:
-        raise ModelError(f"{file}: key `tie_word_embeddings` differs between the top level and `text_config`")
-    blocks = [block[KEY] for block in (top, text) if block.get(KEY) is not None]
-    if blocks[1:] and blocks[0] != blocks[1]:
-        raise ModelError(f"{file}: key `{KEY}` differs between the top level and `text_config`")
-    return {**text, KEY: blocks[0]} if blocks else text
+    shared: Values = {}
+    for key in ("tie_word_embeddings", KEY):
+        said = [block[key] for block in (top, text) if block.get(key) is not None]
+        if any(value != said[0] for value in said):
+            raise ModelError(f"{file}: key `{key}` differs between the top level and `text_config`")
+        if said:
+            shared[key] = said[0]
+    return text | shared
 
 
 def _token_ids(values: Values, file: Path) -> tuple[int, ...]:

@@ -18,6 +18,9 @@ from draftwood.models.weights import Take, Weights
 SCALES = {"BF16": torch.bfloat16, "F32": torch.float32}
 """Stored type of the scales -> that in memory."""
 
+SHAPES = ("I32", "I64")
+"""Stored types of `weight_shape`."""
+
 
 class Int4Experts(NamedTuple):
     """As `moe_int4` takes them."""
@@ -76,6 +79,6 @@ def stack_int4(E: int, d: int, inner: int, take: Take, own: range | None = None)
 
 
 def _check_shape(take: Take, *shape: int) -> None:
-    said = take("weight_shape", 2, dtype=torch.int64, stored=("I32", "I64")).tolist()
+    said = take("weight_shape", 2, dtype=torch.int64, stored=SHAPES).tolist()
     if said != list(shape):
         raise ModelError(f"{take.header('weight_shape').where} says {said}, expected {list(shape)}")

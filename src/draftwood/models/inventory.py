@@ -6,7 +6,7 @@ list; no tensor is read and no model is built.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -18,7 +18,7 @@ from draftwood.kernels.moe_int4 import GROUP, PER_WORD
 from draftwood.models.config import TargetConfig
 from draftwood.models.drafter_config import DrafterConfig
 from draftwood.models.errors import ModelError
-from draftwood.models.int4_experts import SCALES
+from draftwood.models.int4_experts import SCALES, SHAPES
 from draftwood.models.weights import DTYPES, INDEX, Header, Rename, Weights, read_index
 
 Split = Literal["heads", "kv heads", "columns", "experts", "vocabulary", "replicated"]
@@ -100,10 +100,13 @@ def found(specs: Iterable[TensorSpec], folder: Path, rename: Rename) -> tuple[li
     sizes = "sizes from config.json, of 16-bit numbers where it says nothing else"
     if not (folder / INDEX).exists():
         return None, f"no weight files: {sizes}"
-    names = {rename(name) for name in read_index(folder)}
+    stored = {own: name for name in read_index(folder) if (own := rename(name)) is not None}
     for spec in specs:
-        if spec.name not in names and not spec.optional:
+        if stored.pop(spec.name, None) is None and not spec.optional:
             raise ModelError(f"{folder / INDEX}: tensor `{spec.name}` {list(spec.shape)} is missing")
+    if stored:
+        name = min(stored.values())
+        raise ModelError(f"{folder / INDEX}: tensor `{name}` has no place in this model ({len(stored)} such)")
     return None, f"no weight files: names from their index, {sizes}"
 
 
@@ -119,13 +122,20 @@ def _as_stored(
             raise ModelError(f"{folder}: tensor `{spec.name}` {list(spec.shape)} is missing")
         if header.shape != spec.shape:
             raise ModelError(f"{header.where} has shape {list(header.shape)}, expected {list(spec.shape)}")
-        types = {"I32"} if spec.dtype == "I32" else DTYPES if spec.memory != "as stored" else SCALES
+        types = _types(spec)
         if header.dtype not in types:
             raise ModelError(f"{header.where} is {header.dtype}, expected {' or '.join(sorted(types))}")
         yield spec if header.dtype == spec.dtype else replace(spec, dtype=header.dtype)
     if left:
         where = min(header.where for header in left.values())
         raise ModelError(f"{where} has no place in this model ({len(left)} such)")
+
+
+def _types(spec: TensorSpec) -> Collection[str]:
+    """Those that the loader takes."""
+    if spec.dtype == "I32":
+        return SHAPES if spec.memory == "dropped" else ("I32",)
+    return SCALES if spec.memory == "as stored" else DTYPES
 
 
 def _mla(c: TargetConfig, prefix: str) -> Iterator[TensorSpec]:

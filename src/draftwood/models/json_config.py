@@ -46,7 +46,10 @@ def read_json(path: Path) -> Values:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path}: no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as e:
+    except (
+        ValueError,
+        RecursionError,
+    ) as e:  # bad JSON, bad UTF-8, a number of thousands of digits, too deep
         raise ModelError(f"{path}: not valid JSON: {e}") from e
     if not isinstance(values, dict):
         raise ModelError(f"{path}: expected a JSON object, got {type(values).__name__}")

@@ -136,7 +136,8 @@ def _read_base(file: Path) -> list[bytes]:
 
 def _read_line(line: str, where: str) -> tuple[bytes, int]:
     fields = line.split()
-    if len(fields) != 2 or not fields[1].isdecimal():
+    rank = _number(fields[1]) if len(fields) == 2 else None
+    if rank is None:
         raise ModelError(f"{where}: expected base64 and a rank, got {line[:80]!r}")
     try:
         token = base64.b64decode(fields[0], validate=True)
@@ -144,7 +145,12 @@ def _read_line(line: str, where: str) -> tuple[bytes, int]:
         raise ModelError(f"{where}: {fields[0][:80]!r} is not base64: {e}") from e
     if not token:
         raise ModelError(f"{where}: the token is empty")
-    return token, int(fields[1])
+    return token, rank
+
+
+def _number(text: str) -> int | None:
+    """None for what is not a number in its one usual spelling, or is far beyond any id."""
+    return int(text) if re.fullmatch("0|[1-9][0-9]{0,8}", text) else None
 
 
 def _read_special(file: Path, n_base: int) -> tuple[dict[int, str], set[int]]:
@@ -159,10 +165,10 @@ def _read_special(file: Path, n_base: int) -> tuple[dict[int, str], set[int]]:
     for key, entry in added.items():
         where = f"{file}: key `added_tokens_decoder.{key}`"
         token, text_too = _read_entry(entry, where)
-        i = int(key) if key.isdecimal() else -1
-        if 0 <= i < n_base:
+        i = _number(key)
+        if i is not None and i < n_base:
             raise ModelError(f"{where}: is the id of a base token; {KIMI_FILE} holds {n_base} of them")
-        if i not in slots:
+        if i is None or i not in slots:
             raise ModelError(f"{where}: not one of the special slots {slots.start}..{slots.stop - 1}")
         names[i] = token
         if text_too:

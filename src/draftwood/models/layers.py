@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from draftwood.kernels.by_row import by_row
+from draftwood.kernels.registry import Kernels
 from draftwood.models.packed import PackedMatrix
 from draftwood.models.weights import Take
 
@@ -43,6 +46,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x * scale).to(x.dtype) * weight
 
 
+def fixed_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` of x [N, d] whose rows do not depend on each other.
+
+    Every step is one IEEE operation, or one function of one row. A part of a single row counts as contiguous, and would stay
+    where it is, at an address that suits no vectors perhaps: hence the copy.
+    """
+    if not x.is_cpu:
+        return F.rms_norm(x.clone(), x.shape[-1:], None, eps) * weight
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    scale: Tensor = (norm * norm / x.shape[-1] + eps).rsqrt()
+    return (x * scale).to(x.dtype) * weight
+
+
 @lru_cache(maxsize=16)
 def _constant(value: float, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):
@@ -64,24 +81,47 @@ def pack(model: nn.Module) -> None:
             module.pack()
 
 
-class Matrix(Packable):
+class Fixable(nn.Module):
+    """A module that can do without what makes a row's result depend on other rows: see docs/deterministic.md."""
+
+    def fix(self, kernels: Kernels) -> None:
+        """From now on give a row the same bits whatever other rows there are."""
+        raise NotImplementedError
+
+
+def fix(model: nn.Module, kernels: Kernels) -> None:
+    """`Fixable.fix` everything in a model, once; nothing in it must be packed."""
+    for module in model.modules():
+        if isinstance(module, Fixable):
+            module.fix(kernels)
+
+
+class Matrix(Packable, Fixable):
     """x [..., in] -> x W^T for a frozen weight W [out, in]; a parameter given as the weight is shared."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = weight if isinstance(weight, nn.Parameter) else matrix(weight)
         self.packed: PackedMatrix | None = None
+        self.product: Callable[[Tensor, Tensor], Tensor] = F.linear
 
     def pack(self) -> None:
         self.packed = PackedMatrix.of(self.weight)
         if self.packed is not None:
             del self.weight
 
+    def fix(self, kernels: Kernels) -> None:
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            y: Tensor = kernels.linear(x.flatten(0, -2), weight)
+            return y.view(*x.shape[:-1], -1)
+
+        self.product = product
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight) if self.packed is None else self.packed(x)
+        return self.product(x, self.weight) if self.packed is None else self.packed(x)
 
 
-class MLP(nn.Module):
+class MLP(Fixable):
     """down(silu(gate(x)) * up(x)); gate and up are one matrix [2 I, d].
 
     A rank has its share of the inner columns and gives their part of the sum.
@@ -92,8 +132,12 @@ class MLP(nn.Module):
         gate, up = (take.rows(f"{name}_proj.weight", inner, hidden) for name in ("gate", "up"))
         self.gate_up = Matrix(torch.cat((gate, up)))
         self.down = Matrix(take.columns("down_proj.weight", hidden, inner))
+        self.activation: Callable[[Tensor], Tensor] = F.silu
+
+    def fix(self, kernels: Kernels) -> None:
+        self.activation = partial(by_row, F.silu)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)
-        y: Tensor = self.down(F.silu(gate) * up)
+        y: Tensor = self.down(self.activation(gate) * up)
         return y

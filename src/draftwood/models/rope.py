@@ -7,15 +7,20 @@ Angles are computed in fp64: in fp32 the fastest pair is off by milliradians at 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
-from torch import Tensor, nn
+from torch import Tensor
 
+from draftwood.kernels.by_row import by_row
+from draftwood.kernels.registry import Kernels
 from draftwood.models.errors import ModelError
 from draftwood.models.json_config import FolderConfig, Values, parse
+from draftwood.models.layers import Fixable
 
 YarnRule = Literal["ratio", "factor"]
 """How YaRN scales cos and sin: m(mscale) / m(mscale_all_dim), or m(1) whatever the mscale keys say."""
@@ -113,7 +118,7 @@ def take_rope(values: Values, file: Path) -> tuple[Rope, Values]:
     return parse(Rope, merged, file, prefix=f"{name}." if name else ""), rest
 
 
-class Rotary(nn.Module):
+class Rotary(Fixable):
     """cos and sin of positions, for vectors of `dim` numbers."""
 
     frequencies: Tensor
@@ -123,11 +128,16 @@ class Rotary(nn.Module):
         self.amplitude = amplitude
         frequencies = rope.inverse_frequencies(dim).to(device)
         self.register_buffer("frequencies", torch.cat((-frequencies, frequencies)), persistent=False)
+        self.cos: Callable[[Tensor], Tensor] = torch.cos
+        self.sin: Callable[[Tensor], Tensor] = torch.sin
+
+    def fix(self, kernels: Kernels) -> None:
+        self.cos, self.sin = partial(by_row, torch.cos), partial(by_row, torch.sin)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Tables for `rotate`, each [*positions, 1, dim], in fp32 (fp64 for an fp64 model)."""
         angles = positions[..., None, None] * self.frequencies  # fp64
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = self.cos(angles), self.sin(angles)
         if self.amplitude != 1:
             cos, sin = cos * self.amplitude, sin * self.amplitude
         table = torch.float64 if dtype == torch.float64 else torch.float32
@@ -137,3 +147,8 @@ class Rotary(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs (j, j + dim/2) of x [..., heads, dim]; one rounding to x's dtype."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
+
+
+def fixed_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`rotate` in IEEE operations: whether torch fuses a product and a sum may depend on a number's place."""
+    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)

@@ -21,8 +21,17 @@ from draftwood.kernels.verify_attn import for_layers
 from draftwood.models.config import InnerNormEps, TargetConfig
 from draftwood.models.dense_experts import DenseExperts, most_rows
 from draftwood.models.int4_experts import Int4Experts, check_stored, stack_int4
-from draftwood.models.layers import MLP, Matrix, Packable, frozen, matrix, rms_norm
-from draftwood.models.rope import Rotary, rotate
+from draftwood.models.layers import (
+    MLP,
+    Fixable,
+    Matrix,
+    Packable,
+    fixed_rms_norm,
+    frozen,
+    matrix,
+    rms_norm,
+)
+from draftwood.models.rope import Rotary, fixed_rotate, rotate
 from draftwood.models.vocabulary import VocabularySlice
 from draftwood.models.weights import Progress, Take, Weights
 from draftwood.parallel import ALONE, Ranks
@@ -59,7 +68,7 @@ Attend = Callable[..., Tensor]
 """`verify_attn` of one pass, see `for_layers`."""
 
 
-class MLA(nn.Module):
+class MLA(Fixable):
     """Multi-head latent attention, absorbed: W_UK goes into the query, W_UV into the output.
 
     A rank has its share of the heads and gives their part of the sum.
@@ -90,6 +99,12 @@ class MLA(nn.Module):
         self.w_uk = frozen(w_uk.contiguous())  # [H, N, R]
         self.w_uv = frozen(w_uv.transpose(1, 2).contiguous())  # [H, R, V]
         self.o = Matrix(take.columns("o_proj.weight", d, heads * V))
+        self.bmm: Callable[[Tensor, Tensor], Tensor] = torch.bmm
+        self.rms_norm, self.rotate = rms_norm, rotate
+
+    def fix(self, kernels: Kernels) -> None:
+        self.bmm = lambda x, weight: kernels.linear(x, weight.mT)
+        self.rms_norm, self.rotate = fixed_rms_norm, fixed_rotate
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, attend: Attend, latents: Tensor
@@ -98,17 +113,17 @@ class MLA(nn.Module):
         H, N, R, P = self.shape
         q_nope, ropes, latent = self.qkv_a(x).split_with_sizes(self.widths, -1)
         if self.has_q_lora:
-            q = self.q_b(rms_norm(q_nope, self.q_norm, self.norm_eps))
+            q = self.q_b(self.rms_norm(q_nope, self.q_norm, self.norm_eps))
             q_nope, q_rope = q.split_with_sizes((H * N, H * P), -1)
             ropes = torch.cat((q_rope, ropes), -1)
-        ropes = rotate(ropes.view(-1, H + 1, P), cos, sin)  # of every head's query, then of the key
-        latent = rms_norm(latent, self.kv_norm, self.norm_eps)
+        ropes = self.rotate(ropes.view(-1, H + 1, P), cos, sin)  # of every head's query, then of the key
+        latent = self.rms_norm(latent, self.kv_norm, self.norm_eps)
         torch.cat((latent, ropes[:, H]), -1, out=latents.view(-1, R + P))
 
-        q_latent = torch.bmm(q_nope.view(-1, H, N).transpose(0, 1), self.w_uk)  # [H, B T, R]
+        q_latent = self.bmm(q_nope.view(-1, H, N).transpose(0, 1), self.w_uk)  # [H, B T, R]
         q = torch.cat((q_latent.transpose(0, 1), ropes[:, :H]), -1)
         o = attend(q.view(*latents.shape[:2], H, R + P), pages, latents, self.scale, value_dim=R)
-        o = torch.bmm(o.view(-1, H, R).transpose(0, 1), self.w_uv)  # [H, B T, V]
+        o = self.bmm(o.view(-1, H, R).transpose(0, 1), self.w_uv)  # [H, B T, V]
         y: Tensor = self.o(o.transpose(0, 1).flatten(1))
         return y
 
@@ -170,7 +185,7 @@ class MoE(Packable):
         return routed if self.shared is None else routed + self.shared(x)
 
 
-class Layer(nn.Module):
+class Layer(Fixable):
     """x += attention(norm(x)); x += MLP or MoE(norm(x))."""
 
     def __init__(
@@ -184,6 +199,7 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         self.eps, self.ranks = config.rms_norm_eps, ranks
+        self.rms_norm, self.all_reduce = rms_norm, ranks.all_reduce
         self.attention_norm = frozen(take("input_layernorm.weight", config.hidden_size))
         self.mlp_norm = frozen(take("post_attention_layernorm.weight", config.hidden_size))
         self.attention = MLA(config, take.under("self_attn"))
@@ -193,15 +209,18 @@ class Layer(nn.Module):
         else:
             self.mlp = MLP(config.hidden_size, config.intermediate_size, take.under("mlp"))
 
+    def fix(self, kernels: Kernels) -> None:
+        self.rms_norm, self.all_reduce = fixed_rms_norm, self.ranks.sum_in_order
+
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, attend: Attend, latents: Tensor
     ) -> Tensor:
-        y = self.attention(rms_norm(x, self.attention_norm, self.eps), cos, sin, pages, attend, latents)
-        x = x + self.ranks.all_reduce(y)
-        return x + self.ranks.all_reduce(self.mlp(rms_norm(x, self.mlp_norm, self.eps)))
+        h = self.rms_norm(x, self.attention_norm, self.eps)
+        x = x + self.all_reduce(self.attention(h, cos, sin, pages, attend, latents))
+        return x + self.all_reduce(self.mlp(self.rms_norm(x, self.mlp_norm, self.eps)))
 
 
-class Target(nn.Module):
+class Target(Fixable):
     """A DeepSeek-V3 model, inference only. Build it with `from_folder`."""
 
     def __init__(
@@ -216,6 +235,7 @@ class Target(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.attend, self.ranks = config, kernels.verify_attn, ranks
+        self.rms_norm = rms_norm
         V, d = config.vocab_size, config.hidden_size
         self.slice = VocabularySlice.of(V, take.shard)
         self.embedding = frozen(take.vocabulary("model.embed_tokens.weight", V, d))
@@ -262,6 +282,9 @@ class Target(nn.Module):
         weights.finish()
         return target
 
+    def fix(self, kernels: Kernels) -> None:
+        self.rms_norm = fixed_rms_norm
+
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
@@ -293,7 +316,7 @@ class Target(nn.Module):
             if i in taps:
                 tapped[i] = x
         features = torch.cat([tapped[i] for i in taps], -1).view(*tokens.shape, -1) if taps else None
-        hidden = rms_norm(x, self.norm, self.config.rms_norm_eps).view(*tokens.shape, -1)
+        hidden = self.rms_norm(x, self.norm, self.config.rms_norm_eps).view(*tokens.shape, -1)
         return TargetOutput(hidden, latents, features)
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -167,8 +167,10 @@ class Weights:
         return index
 
     def _open(self, file: str) -> list[str]:
-        if Path(file).name != file:
-            raise ModelError(f"{self.folder / INDEX}: file name `{file}` must not hold a path")
+        if Path(file).name != file or Path(file).suffix != ".safetensors":
+            raise ModelError(
+                f"{self.folder / INDEX}: file name `{file}` must be that of a .safetensors file and must not hold a path"
+            )
         return list(self._file(file).keys())
 
     def _file(self, file: str) -> Any:
@@ -180,6 +182,8 @@ class Weights:
                 raise ModelError(f"{self.folder / file}: no such file, but {INDEX} names it") from None
             except SafetensorError as e:
                 raise ModelError(f"{self.folder / file}: truncated, or not a safetensors file: {e}") from e
+            except OSError as e:  # which does not name the file
+                raise ModelError(f"{self.folder / file}: cannot be opened: {e}") from e
         return self._files[file]
 
 

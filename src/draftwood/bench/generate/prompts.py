@@ -133,7 +133,10 @@ def _lines(path: Path, encode: Callable[[str], list[int]], vocab_size: int) -> l
             value: Any = json.loads(line)
         except ValueError as e:
             raise UsageError(f"{where}: expected JSON: {e}") from e
-        ids = encode(value) if isinstance(value, str) else value
+        try:
+            ids = encode(value) if isinstance(value, str) else value
+        except (TypeError, UnicodeEncodeError) as e:
+            raise UsageError(f"{where}: half of a surrogate pair is no text: {e}") from e
         sound = isinstance(ids, list) and ids and all(type(t) is int and 0 <= t < vocab_size for t in ids)
         if not sound:
             raise UsageError(

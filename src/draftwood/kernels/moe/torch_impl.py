@@ -108,15 +108,22 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Weights [N, top_k] f32 (f64 for f64 input) and experts [N, top_k] i32, by biased score descending."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    scores = linear(x.to(wide), router.to(wide)).sigmoid_()  # [N, E]
+    scores = linear(x.to(wide), router.to(wide)).sigmoid_()
+    weights, experts = choose_experts(scores, bias, top_k, n_group, topk_group)
+    if norm_topk_prob:
+        weights /= weights.sum(-1, keepdim=True) + 1e-20
+    return weights * scaling, experts.int()
+
+
+def choose_experts(
+    scores: Tensor, bias: Tensor, top_k: int, n_group: int, topk_group: int
+) -> tuple[Tensor, Tensor]:
+    """Scores [N, E] -> those of the chosen experts, and their indices, each [N, top_k], by biased score descending."""
     biased = scores + bias
     if n_group > 1:
-        groups = biased.view(len(x), n_group, -1)
+        groups = biased.view(len(scores), n_group, -1)
         group_score = groups.topk(2, sorted=False).values.sum(-1)
         dropped = group_score.argsort(descending=True, stable=True)[:, topk_group:]
         groups.scatter_(1, dropped[:, :, None].expand(-1, -1, groups.shape[2]), -torch.inf)
     experts = biased.argsort(descending=True, stable=True)[:, :top_k]  # topk has no order among equals
-    weights = scores.gather(1, experts)
-    if norm_topk_prob:
-        weights /= weights.sum(-1, keepdim=True) + 1e-20
-    return weights * scaling, experts.int()
+    return scores.gather(1, experts), experts

@@ -32,7 +32,7 @@ class Partial:
     """What one vocabulary slice contributes."""
 
     key: Tensor  # [B, T] i64, winner of a row without a filter as `draftwood.kernels.ordering.pack` has it
-    x: Tensor  # [B, T, v] f32, after step 4, of rows with a filter; others are not written
+    x: Tensor  # [B, T, v] f32, after step 4, of rows with a filter; others are not written. [B, T, 0] if none has one
 
 
 def sample(
@@ -66,11 +66,12 @@ def partial(
     """Of logits [B, T, v], the slice from token `offset`; the other arguments are those of the whole vocabulary."""
     (B, T, v), device = logits.shape, logits.device
     key = torch.empty(B, T, dtype=torch.int64, device=device)
-    x = torch.empty(B, T, v, dtype=torch.float32, device=device)
+    filters = params.unfiltered is None
+    x = torch.empty(B, T, v if filters else 0, dtype=torch.float32, device=device)
     if B * T > 0:
         arguments = _arguments(logits, params, seed, position, tree, offset)
         status = torch.empty(B, dtype=torch.int32, device=device)
-        arguments |= {"choice": None, "status": status, "x_out": x, "winners": key}
+        arguments |= {"choice": None, "status": status, "x_out": x if filters else None, "winners": key}
         _launch(survey, (B * T, _tiles(v, offset)), arguments)
         _launch(pick, (B * T,), arguments)
     return Partial(key, x)
@@ -84,13 +85,14 @@ def merge(
     tree: DraftTree | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Of all slices of the vocabulary, in its order. Rows with a filter are sampled from what the slices hand over."""
-    filtered = (params.top_k > 0) | (params.top_p < 1) | (params.log_min_p > float("-inf"))
-    filtered &= params.temperature > 0
-    rest = SampleParams(filtered.float(), params.top_k, params.top_p, params.log_min_p)
-    choice, _ = sample(torch.cat([p.x for p in partials], -1), rest, seed, position, tree)
     key = torch.stack([p.key for p in partials]).amax(0)
-    winner = unpack(key)[1].masked_fill(key == _NO_KEY, -1)
-    choice = torch.where(filtered[:, None], choice, winner)
+    choice = unpack(key)[1].masked_fill(key == _NO_KEY, -1)
+    if params.unfiltered is None:
+        filtered = (params.top_k > 0) | (params.top_p < 1) | (params.log_min_p > float("-inf"))
+        filtered &= params.temperature > 0
+        rest = SampleParams(filtered.float(), params.top_k, params.top_p, params.log_min_p)
+        sampled, _ = sample(torch.cat([p.x for p in partials], -1), rest, seed, position, tree)
+        choice = torch.where(filtered[:, None], sampled, choice)
     B, T = position.shape
     lacking = (choice < 0) & live_slots(tree, B, T, choice.device)
     return choice, lacking.any(1).int()

@@ -23,7 +23,7 @@ def verify_attn(
 ) -> tuple[Tensor, Tensor]:
     """See `draftwood.kernels.verify_attn.verify_attn`."""
     attention = TreeAttention(page_table, prefix_len, ancestors, n_slots, pages.shape[1])
-    lse = q.new_empty(q.shape[:3], dtype=_wide(q.dtype))
+    lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q.dtype))
     return attention(q, pages, tree_kv, scale, value_dim=value_dim, lse=lse), lse
 
 
@@ -79,7 +79,7 @@ class TreeAttention:
 verify_attn.prepare = TreeAttention  # type: ignore[attr-defined]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """What scores and sums of `dtype` inputs are held in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -95,7 +95,7 @@ class _PaddedBatch:
         self.ids = prefix_pages(page_table, lengths, n, page)
         self.dead_key: Tensor | None = None  # [B, n_prefix + n]
         self.blind: Tensor | None = None  # [B, n], inert slots and others that see nothing
-        hidden = _hidden_slots(ancestors[:, :n], n)
+        hidden = hidden_slots(ancestors[:, :n], n)
         if min(lengths) < n_prefix or min(slots) < n:
             dead_slot = past_end(slots, n, device)
             self.dead_key = torch.cat((past_end(lengths, n_prefix, device), dead_slot), 1)
@@ -110,7 +110,7 @@ class _PaddedBatch:
     ) -> Tensor:
         B, T, H, _ = q.shape
         n = self.n
-        keys = gather_prefix(pages, self.ids, self.n_prefix, tree_kv[:, :n]).to(_wide(q.dtype))
+        keys = gather_prefix(pages, self.ids, self.n_prefix, tree_kv[:, :n]).to(wide_dtype(q.dtype))
         if self.dead_key is not None:
             keys.masked_fill_(self.dead_key[..., None], 0)  # a weight of 0 does not cancel NaN
         queries = q[:, :n].to(keys.dtype).flatten(1, 2)
@@ -130,7 +130,7 @@ class _PaddedBatch:
         return pad(o, (0, 0, 0, 0, 0, T - n)).to(q.dtype) if n < T else o.to(q.dtype)
 
 
-def _hidden_slots(ancestors: Tensor, n: int) -> Tensor:
+def hidden_slots(ancestors: Tensor, n: int) -> Tensor:
     """[B, n, W] ancestor bits -> [B, n, n] bool, true where slot i does not see slot j."""
     bit = torch.arange(64, device=ancestors.device)
     return ((ancestors[..., None] >> bit) & 1).flatten(-2)[..., :n] == 0
