@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Mode = Literal["tree", "chain", "plain"]
 """tree: best-first draft trees; chain: the drafter's single best sequence; plain: no speculation."""
 
 MAX_SLOTS = 128
+MAX_REPLAYED_BATCH = 128
 
 Budget = Annotated[int, Field(strict=True, ge=1, le=MAX_SLOTS)] | Literal["auto"]
 """Slots per tree, root included, or "auto": what pays, by measured cost and observed acceptance."""
@@ -53,7 +54,17 @@ class EngineConfig(BaseModel):
     """Ranks that share the weights, one GPU each, or processes on a CPU."""
     expert_parallel: bool = False
     """With tp > 1: whole routed experts per rank, not a share of every expert."""
+    graphs: bool = False
+    """Replay rounds as CUDA graphs and learn their results a round late; on a CPU the same steps without graphs."""
     deterministic: bool = False
     """A request's numbers do not depend on what runs beside it, bit for bit: see docs/deterministic.md. Slower."""
     noise_coupled: bool = True
     """At temperature > 0, rank draft candidates with the noise that the target's choice will use."""
+
+    @model_validator(mode="after")
+    def _graphs_have_limits(self) -> Self:
+        if self.graphs and self.tp > 1:
+            raise ValueError("graphs: rounds are replayed on one rank only; leave it off with tp > 1")
+        if self.graphs and self.max_batch > MAX_REPLAYED_BATCH:
+            raise ValueError(f"max_batch: at most {MAX_REPLAYED_BATCH} with graphs, got {self.max_batch}")
+        return self

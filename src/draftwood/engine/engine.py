@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +15,9 @@ import torch
 
 from draftwood.cache.pages import OutOfPagesError
 from draftwood.cache.prefix import PrefixCache
+from draftwood.engine.buckets import BucketController
 from draftwood.engine.budget import BudgetController
+from draftwood.engine.graphs import GraphRunner, padded_size
 from draftwood.engine.outputs import RoundRecord, StreamEvent
 from draftwood.engine.report import RowResult
 from draftwood.engine.request import Request
@@ -37,7 +40,7 @@ class Speculation:
     slots: int  # root included; 1 is plain decoding
     depth: int
     top_k: int
-    controller: BudgetController | None = None
+    controller: BudgetController | BucketController | None = None
 
     @classmethod
     def chain(cls, depth: int) -> Speculation:
@@ -45,14 +48,33 @@ class Speculation:
 
     @classmethod
     def tree(
-        cls, slots: int, depth: int, vocab: int, controller: BudgetController | None = None
+        cls,
+        slots: int,
+        depth: int,
+        vocab: int,
+        controller: BudgetController | BucketController | None = None,
     ) -> Speculation:
         if slots == 1:
             return PLAIN
         return cls(slots, min(depth, slots - 1), min(slots - 1, MAX_CANDIDATES, vocab), controller)
 
+    def plan(self, slots: int) -> RoundPlan:
+        """A round of at most this many slots."""
+        if slots == 1:
+            return PLAIN_ROUND
+        return RoundPlan(slots, min(self.depth, slots - 1), min(self.top_k, slots - 1))
+
 
 PLAIN = Speculation(1, 0, 1)
+PLAIN_ROUND = RoundPlan(1, 0, 1)
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A round in flight."""
+
+    batch: list[Request]
+    plan: RoundPlan
 
 
 class Engine:
@@ -74,6 +96,7 @@ class Engine:
         trace: bool = False,
     ) -> None:
         self.runner, self.speculation, self.cache, self.trace = runner, speculation, cache, trace
+        self._replays = runner if isinstance(runner, GraphRunner) else None
         self.scheduler = Scheduler(
             cache,
             "plain" if runner.stages.drafting is None else "drafted",
@@ -85,6 +108,7 @@ class Engine:
         )
         self._tables: list[list[int]] = []  # the requests' lists of pages that the runner has as rows
         self._shown: list[tuple[int, int]] = []  # which lists these are, and how long they were
+        self._flying: deque[Launched] = deque()
         self._in_step = False
 
     def add(self, request: Request) -> None:
@@ -118,13 +142,19 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StreamEvent]:
-        """Admit what fits, prefill some, run one round for all requests that are ready for it.
+        """Admit what fits, prefill some, start one round for all requests that are ready for it.
 
-        Returns an event for each of these; none if all are still being prefilled, or there is no work.
+        Returns an event for each request in the rounds whose results are due: this one's, or the one's before where the
+        runner works ahead. None while everything is being prefilled, or if there is no work.
         Raises `OutOfPagesError` if nothing can be done since other engines hold the pages. After any error, `abort`.
         """
+        self._in_step = True
+        events: list[StreamEvent] = []
+        if self._flying and not self.scheduler.only_decodes(self._flying[-1].batch):
+            events = self._land(0)
+        self._in_step = False
         step = self.scheduler.step()
-        if not step.batch and not step.work and self.has_work():
+        if not step.batch and not step.work and not events and self.has_work():
             raise OutOfPagesError(
                 f"no request can be admitted: {self.cache.n_available} of "
                 f"{self.cache.allocator.n_pages} pages are free, other engines hold the rest"
@@ -135,12 +165,18 @@ class Engine:
                 self.runner.copy_page(work.source, work.target)
             else:
                 self._prefill(work)
-        events = self._round(step.batch) if step.batch else []
+        if step.batch:
+            events += self._round(step.batch)
+        if not self.scheduler.active:
+            events += self._land(0)
         self._in_step = False
         return events
 
     def abort(self) -> None:
         """Cancel every request. After an error in a step, nothing that they hold is reused."""
+        while self._replays is not None and self._flying:
+            self._flying.popleft()
+            self._replays.collect()
         for request in self.scheduler.requests():
             request.output.finish_reason = "cancelled"
             self.scheduler.leave(request, sound=not self._in_step)
@@ -158,12 +194,30 @@ class Engine:
     # rounds
 
     def _round(self, batch: list[Request]) -> list[StreamEvent]:
+        """Start a round of the batch; events of those whose results are due."""
         self._show(batch)
-        plan = self._plan()
-        outcome = self.runner.round(plan, trace=self.trace)
-        self._learn(plan, outcome)
+        plan = self._plan(len(batch))
+        if self._replays is None:
+            return self._book(batch, plan, self.runner.round(plan, trace=self.trace))
+        self._replays.launch(plan)
+        self._flying.append(Launched(batch, plan))
+        return self._land(self._replays.ahead)
+
+    def _land(self, left: int) -> list[StreamEvent]:
+        """Wait for the oldest rounds in flight until no more than `left` are."""
+        events: list[StreamEvent] = []
+        while self._replays is not None and len(self._flying) > left:
+            oldest = self._flying.popleft()
+            events += self._book(oldest.batch, oldest.plan, self._replays.collect(trace=self.trace))
+        return events
+
+    def _book(self, batch: list[Request], plan: RoundPlan, outcome: RoundOutcome) -> list[StreamEvent]:
+        """What a round did, for the requests that had not ended before it did."""
+        self._learn(batch, plan, outcome)
         return [
-            self._deliver(request, row, outcome) for request, row in zip(batch, outcome.rows, strict=True)
+            self._deliver(request, row, outcome)
+            for request, row in zip(batch, outcome.rows, strict=True)
+            if not request.finished
         ]
 
     def _show(self, batch: list[Request]) -> None:
@@ -172,9 +226,7 @@ class Engine:
         if shown == self._shown:
             return
         before, self._shown = self._shown, shown
-        self._tables = [
-            request.pages for request in batch
-        ]  # alive, so that no new list gets the id of one of them
+        self._tables = [request.pages for request in batch]  # kept, so that no new list gets an old one's id
         if [table for table, _ in before] == [table for table, _ in shown]:
             entries = [
                 (row, column, page)
@@ -188,12 +240,14 @@ class Engine:
             controller.restart()
         self.runner.begin([request.row() for request in batch])
 
-    def _plan(self) -> RoundPlan:
+    def _plan(self, batch: int) -> RoundPlan:
         s = self.speculation
         if s.controller is None:
             return RoundPlan(s.slots, s.depth, s.top_k)
+        if isinstance(s.controller, BucketController):
+            return s.plan(s.controller.pick(padded_size(batch)))
         if not s.controller.wants_draft():
-            return RoundPlan(1, 0, 1)
+            return PLAIN_ROUND
         depth, slots = s.controller.plan(s.slots)
         return RoundPlan(slots, depth, min(s.top_k, slots - 1), prune=partial(_prune, s.controller, depth))
 
@@ -220,17 +274,26 @@ class Engine:
             self.scheduler.leave(request, sound=row.done != Done.FAILED)
         return event
 
-    def _learn(self, plan: RoundPlan, outcome: RoundOutcome) -> None:
+    def _learn(self, batch: list[Request], plan: RoundPlan, outcome: RoundOutcome) -> None:
         """Tell the budget controller what the round cost and what was accepted; rows cut short teach nothing."""
         controller = self.speculation.controller
         if controller is None:
             return
+        going = [
+            i
+            for i, (request, row) in enumerate(zip(batch, outcome.rows, strict=True))
+            if row.done == Done.RUNNING and not request.finished
+        ]
+        accepted = [len(outcome.rows[i].emitted) - 1 for i in going]
+        if isinstance(controller, BucketController):
+            size = padded_size(len(batch))
+            scores = outcome.scores[going].numpy()
+            controller.observe(size, plan.slots, outcome.seconds["round"], scores, accepted)
+            return
         controller.observe_cost(len(outcome.rows) * outcome.padded_slots, outcome.seconds)
-        going = [row for row in outcome.rows if row.done == Done.RUNNING]
         if outcome.padded_slots > 1 and going:
-            accepted = sum(len(row.emitted) - 1 for row in going)
-            promised = sum(row.expected - 1 for row in going)
-            controller.observe_draft(promised, accepted, plan.depth, outcome.seconds)
+            promised = sum(outcome.rows[i].expected - 1 for i in going)
+            controller.observe_draft(promised, sum(accepted), plan.depth, outcome.seconds)
 
 
 def _prune(controller: BudgetController, depth: int, tree: DraftTree) -> DraftTree:

@@ -96,6 +96,7 @@ class GraphRunner(Runner):
     """A runner whose rounds are replayed: `launch` starts one, `collect` waits for the oldest launched."""
 
     ahead = 1
+    """Rounds that may be launched while the results of an earlier one are not known."""
 
     def __init__(self, stages: Stages, *, page_size: int, max_context: int, device: str) -> None:
         super().__init__(stages, page_size=page_size, max_context=max_context, device=device)
@@ -141,7 +142,8 @@ class GraphRunner(Runner):
         flight = self._flights.popleft()
         seconds = _between(flight.began, flight.arrived)
         rows = row_results(flight.rows, flight.report, flight.scores, trace=trace)
-        return RoundOutcome(rows, flight.report.tokens.shape[1], {"round": seconds})
+        report = flight.report
+        return RoundOutcome(rows, report.tokens.shape[1], {"round": seconds}, report.scores)
 
     def round(self, plan: RoundPlan, *, trace: bool = False) -> RoundOutcome:
         """Launch a round and wait for it."""
@@ -176,16 +178,9 @@ class GraphRunner(Runner):
                 times.append(_between(began, self._moment()))
         return min(times)
 
-    def padded_size(self, rows: int) -> int:
-        """How many rows a batch of `rows` is computed as."""
-        size = next((n for n in BATCHES if n >= rows), None)
-        if size is None:
-            raise ValueError(f"max_batch: at most {BATCHES[-1]} requests can share a round, got {rows}")
-        return size
-
     def _padded(self, rows: Sequence[Row]) -> RoundState:
         """The state of a batch filled up with nobody."""
-        filled = [*rows, *[NOBODY] * (self.padded_size(len(rows)) - len(rows))]
+        filled = [*rows, *[NOBODY] * (padded_size(len(rows)) - len(rows))]
         return self._state_of(filled, max_pages=-(-self.max_context // self.page_size))
 
     def _hold(self, like: RoundState) -> Held:
@@ -269,6 +264,14 @@ class GraphRunner(Runner):
                         step()
                 torch.cuda.current_stream().wait_stream(aside)
         return Replay(step, self.device, self._pool)
+
+
+def padded_size(rows: int) -> int:
+    """How many rows a batch of `rows` is computed as."""
+    size = next((n for n in BATCHES if n >= rows), None)
+    if size is None:
+        raise ValueError(f"max_batch: at most {BATCHES[-1]} requests can share a round, got {rows}")
+    return size
 
 
 def leaves(record: object) -> list[Tensor]:

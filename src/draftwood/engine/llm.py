@@ -19,9 +19,11 @@ from draftwood.cache.pages import PageAllocator
 from draftwood.cache.pools import DraftContext, LatentPool
 from draftwood.cache.prefix import PrefixCache
 from draftwood.config import Budget, EngineConfig, Mode
-from draftwood.drafting import DFlashDrafting
+from draftwood.drafting import DFlashDrafting, RingDrafting
+from draftwood.engine.buckets import BucketController
 from draftwood.engine.budget import BudgetController, CostTable
 from draftwood.engine.engine import PLAIN, Engine, Speculation
+from draftwood.engine.graphs import GraphRunner
 from draftwood.engine.intake import Prompt, make_request, make_requests
 from draftwood.engine.outputs import RequestOutput, StreamEvent
 from draftwood.engine.parallel_runner import ParallelRunner, serve
@@ -164,7 +166,8 @@ class LLM:
         self.drafting: Drafting | None = (
             None if drafter is None else self._load_drafter(resolve(drafter), yarn_rule)
         )
-        self._controller: BudgetController | None = None
+        self._controller: BudgetController | BucketController | None = None
+        self._graph_runners: dict[bool, GraphRunner] = {}
 
     def generate(
         self,
@@ -253,8 +256,20 @@ class LLM:
             engine.abort()
 
     def _runner(self, drafting: Drafting | None) -> Runner:
+        if self.config.graphs:
+            return self._graph_runner(drafting)
         runner = self._local_runner(drafting, self.config.noise_coupled)
         return runner if self.config.tp == 1 else cast(Runner, ParallelRunner(runner, self.world))
+
+    def _graph_runner(self, drafting: Drafting | None) -> GraphRunner:
+        """The one for this drafting: what it has recorded is worth keeping."""
+        drafts = drafting is not None
+        if drafts not in self._graph_runners:
+            stages = Stages(self.target, self.latents, drafting, self.kernels, self.config.noise_coupled)
+            self._graph_runners[drafts] = GraphRunner(
+                stages, page_size=self.config.page_size, max_context=self.max_context, device=self.device
+            )
+        return self._graph_runners[drafts]
 
     def _local_runner(self, drafting: Drafting | None, noise_coupled: bool) -> Runner:
         stages = Stages(self.target, self.latents, drafting, self.kernels, noise_coupled)
@@ -280,8 +295,11 @@ class LLM:
         return Speculation.tree(self.config.max_budget, depth, vocab, self._controller)
 
     @torch.inference_mode()
-    def _calibrate(self, largest: Speculation) -> BudgetController:
+    def _calibrate(self, largest: Speculation) -> BudgetController | BucketController:
         """Time target passes of several sizes and drafts of every depth; rounds correct these numbers as they go."""
+        if self.config.graphs:
+            rounds = self._graph_runner(self.drafting)
+            return BucketController(lambda batch, n: rounds.time_round(batch, largest.plan(n)), largest.slots)
         runner = self._runner(self.drafting)
         sizes = tuple(n for n in TIMED_ROWS if n <= max(2, self.config.max_budget))
         drafts = [
@@ -326,7 +344,8 @@ class LLM:
             dtype=self.dtype,
             device=self.device,
         )
-        return DFlashDrafting(drafter, self.target, context, self.kernels.commit_kv, rule)
+        kind = RingDrafting if self.config.graphs else DFlashDrafting
+        return kind(drafter, self.target, context, self.kernels.commit_kv, rule)
 
     def _max_context(self) -> int:
         limit = self.target.config.max_position_embeddings

@@ -33,7 +33,9 @@ class RoundOutcome:
     padded_slots: int
     """T, of every row."""
     seconds: dict[str, float]
-    """Wall time per stage."""
+    """Wall time per stage; one entry `round` where the stages cannot be told apart."""
+    scores: torch.Tensor
+    """[B, T] f32, of the trees' slots, -inf at inert ones."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Runner:
             k = most_logprobs(self._rows)
             scores = None if k is None else TokenScores.of(self.stages, result, k)
             rows = row_results(self._rows, RoundReport.of(result), scores, trace=trace)
-        return RoundOutcome(rows, result.tree.T, timer.seconds)
+        return RoundOutcome(rows, result.tree.T, timer.seconds, result.tree.scores)
 
     def check_ranks_agree(self) -> None:
         """Raise AssertionError unless all ranks have the same latents in their pages, bit for bit."""

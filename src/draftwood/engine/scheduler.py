@@ -106,6 +106,13 @@ class Scheduler:
             self._admit(work)
         return Step(work, [request for request in self.active if request.computed == request.n_tokens - 1])
 
+    def only_decodes(self, batch: list[Request]) -> bool:
+        """Whether the next step can only be another round of this batch: nobody comes, goes or makes room."""
+        if self.active != batch or (self.waiting and len(self.active) < self.max_batch):
+            return False
+        short = sum(max(0, self._pages_due(request) - len(request.pages)) for request in batch)
+        return short <= self.cache.n_available and not any(request.followers for request in batch)
+
     def advance(self, request: Request) -> None:
         """A round has chosen tokens for the request, which its output has by now."""
         request.computed = request.proven = request.n_tokens - 1

@@ -1,0 +1,122 @@
+"""The engine a round ahead of what it knows: the same outputs, whoever comes, goes, makes room or is cancelled."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from draftwood import LLM, SamplingParams
+from support.tiny import write_drafter, write_target
+
+PROMPTS = [[3, 4, 5], [6], list(range(1, 38)), [8, 9], [10, 11, 12, 13], [14, 15], list(range(1, 35))]
+PARAMS = [
+    SamplingParams(max_new_tokens=20, ignore_eos=True),
+    SamplingParams(max_new_tokens=31, temperature=0.9, seed=5, logprobs=2),
+    SamplingParams(max_new_tokens=12, temperature=1.1, seed=6, top_p=0.9, stop="t7"),
+    SamplingParams(max_new_tokens=1),
+    SamplingParams(max_new_tokens=40, temperature=1.3, seed=7, n=3, repetition_penalty=1.3),
+    SamplingParams(max_new_tokens=25, temperature=0.7, seed=8, stop_token_ids=(9, 12)),
+    SamplingParams(max_new_tokens=9, ignore_eos=True),
+]
+SETTINGS = {"dtype": "float64", "max_batch": 3, "page_size": 16, "n_pages": 9, "prefill_budget": 16}
+
+
+@pytest.fixture(scope="module")
+def llms(tmp_path_factory) -> dict[bool, LLM]:
+    root = tmp_path_factory.mktemp("pair")
+    folders = write_target(root / "target", 7), write_drafter(root / "drafter")
+    return {graphs: LLM(*folders, graphs=graphs, **SETTINGS) for graphs in (False, True)}
+
+
+def facts(outputs) -> list:
+    return [
+        (one.token_ids, one.text, one.finish_reason, one.stop_reason, one.logprobs)
+        for output in outputs
+        for one in output.outputs
+    ]
+
+
+@pytest.mark.parametrize(
+    "how", [{"mode": "plain"}, {"mode": "chain"}, {"budget": 8}, {"budget": "auto"}], ids=str
+)
+def test_same_outputs(llms, how):
+    """More requests than places, fewer pages than they want, stops found on the host, samples that fork."""
+    want = facts(llms[False].generate(PROMPTS, PARAMS, **how))
+    outputs = llms[True].generate(PROMPTS, PARAMS, **how)
+    assert facts(outputs) == want
+    llms[True].cache.check_integrity([])
+    assert max(r.batch for o in outputs for r in o.rounds) > 1
+
+
+def test_events_add_up(llms):
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    ids = [[] for _ in PROMPTS]
+    for event in llms[True].stream(PROMPTS, params, budget=8):
+        ids[event.index] += event.token_ids
+    assert ids == [o.token_ids for o in llms[False].generate(PROMPTS, params, budget=8)]
+
+
+def test_cancelled_at_any_step(llms):
+    """Others are as they would have been; the engine is as good as new."""
+    want = {i: o.token_ids for i, o in enumerate(llms[False].generate(PROMPTS[:3], PARAMS[:3], budget=8))}
+    for at in range(1, 9):
+        engine = llms[True].engine(budget=8)
+        requests = [
+            llms[True].request(p, s, index=i)
+            for i, (p, s) in enumerate(zip(PROMPTS[:3], PARAMS[:3], strict=True))
+        ]
+        for request in requests:
+            engine.add(request)
+        steps = 0
+        while engine.has_work():
+            engine.step()
+            engine.check_integrity()
+            steps += 1
+            if steps == at:
+                engine.cancel(requests[1])
+        assert requests[0].output.token_ids == want[0]
+        assert requests[2].output.token_ids == want[2]
+        n = len(requests[1].output.token_ids)
+        assert requests[1].output.token_ids == want[1][:n]
+    assert [o.token_ids for o in llms[True].generate(PROMPTS[:3], PARAMS[:3], budget=8)] == list(
+        want.values()
+    )
+
+
+def test_an_abandoned_stream_leaves_nothing_in_flight(llms):
+    params = SamplingParams(max_new_tokens=50, ignore_eos=True)
+    for steps in (1, 2, 3):
+        stream = llms[True].stream(PROMPTS, params, budget=8)
+        for _ in range(steps):
+            next(stream)
+        stream.close()
+        llms[True].cache.check_integrity([])
+    assert facts(llms[True].generate(PROMPTS, params, budget=8)) == facts(
+        llms[False].generate(PROMPTS, params, budget=8)
+    )
+
+
+def test_joining_at_random(llms):
+    """Requests added between steps, in two engines' worth of orders; each output equals its solo run."""
+    params = [SamplingParams(max_new_tokens=14, temperature=0.8, seed=i, ignore_eos=True) for i in range(7)]
+    want = [llms[False].generate([p], s, budget=8)[0].token_ids for p, s in zip(PROMPTS, params, strict=True)]
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        engine = llms[True].engine(budget=["auto", 8, 4, 8][seed])
+        requests = [
+            llms[True].request(p, s, index=i) for i, (p, s) in enumerate(zip(PROMPTS, params, strict=True))
+        ]
+        left = list(rng.permutation(7))
+        while left or engine.has_work():
+            while left and (rng.random() < 0.4 or not engine.has_work()):
+                engine.add(requests[left.pop()])
+            engine.step()
+            engine.check_integrity()
+        assert [r.output.token_ids for r in requests] == want
+
+
+def test_settings_that_do_not_go_together():
+    with pytest.raises(ValueError, match="graphs: rounds are replayed on one rank only"):
+        LLM(graphs=True, tp=2)
+    with pytest.raises(ValueError, match="max_batch: at most 128 with graphs"):
+        LLM(graphs=True, max_batch=129)
