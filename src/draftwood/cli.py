@@ -68,6 +68,9 @@ def generate(
             "--deterministic", help="The same numbers in every batch and tree, bit for bit; slower."
         ),
     ] = False,
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="Replay rounds as CUDA graphs, a round ahead of the host.")
+    ] = False,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float64.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     yarn_rule: Annotated[
@@ -106,6 +109,7 @@ def generate(
             "tp": tp,
             "expert_parallel": expert_parallel,
             "deterministic": deterministic,
+            "graphs": graphs,
         }
         with byte_bar("loading the model", stderr) as progress:
             llm = LLM(

@@ -288,7 +288,7 @@ class Engine:
         if isinstance(controller, BucketController):
             size = padded_size(len(batch))
             scores = outcome.scores[going].numpy()
-            controller.observe(size, plan.slots, outcome.seconds["round"], scores, accepted)
+            controller.observe(size, plan.slots, outcome.seconds["replay"], scores, accepted)
             return
         controller.observe_cost(len(outcome.rows) * outcome.padded_slots, outcome.seconds)
         if outcome.padded_slots > 1 and going:

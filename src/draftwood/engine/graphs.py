@@ -143,7 +143,7 @@ class GraphRunner(Runner):
         seconds = _between(flight.began, flight.arrived)
         rows = row_results(flight.rows, flight.report, flight.scores, trace=trace)
         report = flight.report
-        return RoundOutcome(rows, report.tokens.shape[1], {"round": seconds}, report.scores)
+        return RoundOutcome(rows, report.tokens.shape[1], {"replay": seconds}, report.scores)
 
     def round(self, plan: RoundPlan, *, trace: bool = False) -> RoundOutcome:
         """Launch a round and wait for it."""

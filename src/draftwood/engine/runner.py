@@ -33,7 +33,7 @@ class RoundOutcome:
     padded_slots: int
     """T, of every row."""
     seconds: dict[str, float]
-    """Wall time per stage; one entry `round` where the stages cannot be told apart."""
+    """Wall time per stage; one entry `replay` where they cannot be told apart."""
     scores: torch.Tensor
     """[B, T] f32, of the trees' slots, -inf at inert ones."""
 

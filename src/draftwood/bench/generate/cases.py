@@ -41,6 +41,7 @@ class Models:
     layers: int | None = None
     prompts: tuple[str, ...] = ()  # files
     random_text: bool = False
+    graphs: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,6 +65,10 @@ class Models:
             )
         if not self.synthetic and (self.synthetic_drafter or self.layers):
             raise UsageError("`--synthetic-drafter`, `--layers`: are of a --synthetic model")
+        if self.synthetic and self.graphs:
+            raise UsageError(
+                "`--graphs`: imposed acceptance needs the host in every round, so not with --synthetic"
+            )
         if bool(self.model) != bool(self.drafter):
             raise UsageError("`--model` and `--drafter`: expected both, or neither for the bundled pair")
         if self.random_text and self.prompts:

@@ -65,6 +65,9 @@ def generate(
     ] = None,
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float64"], typer.Option()] = "auto",
     device: Device = "auto",
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="Replay rounds as CUDA graphs, in every mode.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 0,
     budget: Seconds = "60s",
     deadline: Deadline = None,
@@ -97,6 +100,7 @@ def generate(
             layers=layers,
             prompts=tuple(map(str, prompts or ())),
             random_text=random_text,
+            graphs=graphs,
         )
         models.check()
         if accept and not synthetic:

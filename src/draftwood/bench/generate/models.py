@@ -25,7 +25,7 @@ EXACT = ("float32", "float64")
 def load(models: Models, jobs: Sequence[Job]) -> tuple[LLM, Prompts]:
     """Raises `ModelError` or ValueError as `LLM` does, `UsageError` for prompts."""
     seed = jobs[0].case.seed
-    settings: dict[str, Any] = {"device": models.device, "dtype": models.dtype}
+    settings: dict[str, Any] = {"device": models.device, "dtype": models.dtype, "graphs": models.graphs}
     settings["prefix_cache"] = False  # prompts come again at every visit, and prefill is timed
     settings["max_batch"] = max(job.case["batch"] for job in jobs)
     if models.synthetic:
@@ -56,6 +56,7 @@ def describe(models: Models, llm: LLM) -> dict[str, Any]:
     """What rows say of the model: its name, a digest of what it is made of, and its dtype."""
     dtype = str(llm.dtype).removeprefix("torch.")
     facts: dict[str, Any] = {"dtype": dtype, "exact": dtype in EXACT, "choices": llm.choices}
+    facts["graphs"] = models.graphs
     if models.synthetic:
         configs = [Path(p) for p in (models.synthetic, models.synthetic_drafter) if p]
         name = f"synthetic {configs[0].parent.name}/{configs[0].name}, layers={llm.target.config.num_hidden_layers}"

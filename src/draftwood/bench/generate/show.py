@@ -10,7 +10,8 @@ from draftwood.bench.rows import FAILED
 from draftwood.bench.show import View, in_order, table
 from draftwood.bench.store import Row, axes_text
 
-STAGES = ("draft", "build", "verify", "accept", "commit", "rest")
+STAGES = ("draft", "build", "verify", "accept", "commit", "replay", "rest")
+"""`replay` is the whole round where it is a replayed graph, whose stages cannot be told apart."""
 """Of a round; `rest` is what the host does between them."""
 
 

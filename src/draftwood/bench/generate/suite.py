@@ -55,13 +55,14 @@ class GenerateSuite(BaseSuite):
 
     def _learn_facts(self, hello: Mapping[str, Any]) -> dict[str, Any]:
         self.model = hello["model"]
-        self.common |= {"model": self.model["model"], "dtype": self.model["dtype"]}
+        self.common |= {key: self.model[key] for key in ("model", "dtype", "graphs")}
         self.sources = _digest_of_sources()
         acceptances = dict.fromkeys(acceptance_of(job.case) for job in self.jobs)
         return {"suite": "generate", "model_facts": self.model, "acceptance": list(acceptances)}
 
     def _fingerprint(self, job: Job) -> str:
         parts = [job.id, self.device["name"], self.model["digest"], self.model["dtype"], self.sources]
+        parts += ["graphs"] * self.model["graphs"]
         parts += [f"{k}={v}" for k, v in sorted(self.versions.items())]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
