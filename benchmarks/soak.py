@@ -50,13 +50,22 @@ class Soak:
         vocab: token ids of prompts are below it.
         longest: tokens of a long prompt or output; some reach the context limit instead.
         checked: share of the finished outputs that is compared.
+        at_limit: share of prompts that nearly fill the context, or do.
     """
 
     def __init__(
-        self, llm: LLM, alone: LLM, *, vocab: int, longest: int, seed: int = 0, checked: float = 1.0
+        self,
+        llm: LLM,
+        alone: LLM,
+        *,
+        vocab: int,
+        longest: int,
+        seed: int = 0,
+        checked: float = 1.0,
+        at_limit: float = 0.01,
     ) -> None:
         self.llm, self.alone, self.vocab, self.longest, self.checked = llm, alone, vocab, longest, checked
-        self.random = random.Random(seed)
+        self.at_limit, self.random = at_limit, random.Random(seed)
         self.engine = llm.engine()
         self.stems = [self._tokens(3 * llm.config.page_size) for _ in range(4)]
         self.live: dict[Request, None] = {}
@@ -97,9 +106,10 @@ class Soak:
         stem = r.choice(self.stems)[: r.randrange(3 * self.llm.config.page_size)]
         prompt = [*stem, *self._tokens(r.randint(1, self.longest))]
         longest = self.longest
-        if r.random() < 0.01:  # ends at the context limit, or is refused
+        if r.random() < self.at_limit:  # ends at the context limit, or is refused
             prompt, longest = self._tokens(self.llm.max_context - r.randint(0, 3)), 10
         hot = r.random() < 0.6
+        words = (self.llm.tokenizer.decode([token]) for token in self._tokens(r.choice([0, 0, 0, 1])))
         params = SamplingParams(
             n=r.choice([1, 1, 1, 2, 3]),
             max_new_tokens=r.randint(1, longest),
@@ -109,6 +119,7 @@ class Soak:
             seed=r.randrange(2**40),
             ignore_eos=r.random() < 0.7,
             stop_token_ids=tuple(self._tokens(r.choice([0, 0, 1]))),
+            stop=tuple(word for word in words if word),
             logprobs=r.choice([None, None, 2]),
         )
         request = self.llm.request(prompt, params)
@@ -191,14 +202,14 @@ def main() -> None:
         a.drafter,
         **common,
         max_batch=8,
-        n_pages=48,
+        n_pages=34,
         prefill_budget=64,
         mode=a.mode,
         budget=a.budget if a.budget == "auto" else int(a.budget),
         graphs=a.graphs,
     )
     alone = LLM(a.model, a.drafter, **common, max_batch=1, prefix_cache=False)
-    soak = Soak(llm, alone, vocab=llm.target.config.vocab_size, longest=64, seed=a.seed, checked=a.checked)
+    soak = Soak(llm, alone, vocab=llm.target.config.vocab_size, longest=96, seed=a.seed, checked=a.checked)
     levels: list[int] = []
     started = shown = time.monotonic()
     while soak.tally.rounds < a.rounds:

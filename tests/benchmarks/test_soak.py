@@ -31,7 +31,7 @@ def test_every_output_equals_its_solo_run(soak, tmp_path, rounds, settings):
     crowded = {"n_pages": 24, "max_batch": 5, "prefill_budget": 10, "budget": 6}
     llm = LLM(*folders, **common, **crowded | settings)
     alone = LLM(*folders, **common, max_batch=1, prefix_cache=False)
-    run = soak.Soak(llm, alone, vocab=TARGET["vocab_size"], longest=16, seed=3)
+    run = soak.Soak(llm, alone, vocab=TARGET["vocab_size"], longest=16, seed=3, at_limit=0.03)
     levels = []
     while run.tally.rounds < rounds:
         run.step()
