@@ -57,21 +57,13 @@ def moe(
     E, _, I = down.shape
     pairs = N * top_k
     tile = choose_tile(chip_of(x.device), x.element_size(), pairs, E)
-    tiles = pairs if N == 1 else tile.count(pairs, E)
     hidden = torch.empty((pairs, I), dtype=x.dtype, device=x.device)
     outputs = torch.empty((pairs, d), dtype=torch.float32, device=x.device)
     if len(router) > E:
-        experts = experts - first_expert
-        experts = torch.where((experts >= 0) & (experts < E), experts, -1)  # -1: not here
+        experts = local(experts, first_expert, E)
         outputs.zero_()
-    out = torch.empty((N, d), dtype=x.dtype, device=x.device)
-    alone = N == 1  # its experts are distinct: nothing to put in order
-    order = tile_expert = experts
-    if not alone:
-        order = torch.empty(tiles * tile.block_m, dtype=torch.int32, device=x.device)
-        tile_expert = torch.empty(tiles, dtype=torch.int32, device=x.device)
-        placing = _align_constexprs(tile, pairs, E)
-        triton_kernels.align[(E,)](experts, order, tile_expert, pairs, tiles, **placing)
+    order, tile_expert = put_in_order(experts, tile, E)
+    tiles, alone = len(tile_expert), N == 1
     launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     triton_kernels.gate_up[(tiles, triton.cdiv(I, tile.block_n))](
         *(x, gate_up, hidden, order, tile_expert, pairs, d, I),
@@ -88,10 +80,7 @@ def moe(
         **tile.constexprs(),
         **launch,
     )
-    triton_kernels.combine[(N, triton.cdiv(d, _COMBINE_BLOCK))](
-        outputs, out, d, TOP_K=top_k, BLOCK=_COMBINE_BLOCK
-    )
-    return out
+    return combine(outputs, N, x.dtype)
 
 
 def route(
@@ -124,6 +113,36 @@ def route(
         **_select_constexprs(splits, E, top_k, n_group, topk_group, norm_topk_prob),
     )
     return weights, experts
+
+
+def local(experts: Tensor, first_expert: int, E: int) -> Tensor:
+    """Indices among the E experts from first_expert on; -1 for those that are elsewhere."""
+    experts = experts - first_expert
+    return torch.where((experts >= 0) & (experts < E), experts, -1)
+
+
+def put_in_order(experts: Tensor, tile: Tile, E: int) -> tuple[Tensor, Tensor]:
+    """Experts [N, top_k] of E, -1 for none -> the pairs in expert order and each tile's expert, as `align` leaves them."""
+    if len(experts) == 1:  # they are distinct: every pair is a tile
+        return experts.flatten(), experts.flatten()
+    pairs = experts.numel()
+    tiles = tile.count(pairs, E)
+    order = torch.empty(tiles * tile.block_m, dtype=torch.int32, device=experts.device)
+    tile_expert = torch.empty(tiles, dtype=torch.int32, device=experts.device)
+    triton_kernels.align[(E,)](
+        *(experts, order, tile_expert, pairs, tiles), **_align_constexprs(tile, pairs, E)
+    )
+    return order, tile_expert
+
+
+def combine(outputs: Tensor, N: int, dtype: torch.dtype) -> Tensor:
+    """Weighted outputs of the pairs [N top_k, d] f32 -> each token's sum [N, d], in the order of ranks."""
+    d = outputs.shape[1]
+    out = torch.empty((N, d), dtype=dtype, device=outputs.device)
+    triton_kernels.combine[(N, triton.cdiv(d, _COMBINE_BLOCK))](
+        outputs, out, d, TOP_K=len(outputs) // N, BLOCK=_COMBINE_BLOCK
+    )
+    return out
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,10 @@ def logits(
         a = tl.load(x_at, mask=(n < N)[:, None] & (k < d)[None, :], other=0.0)
         w_at = router + e.to(tl.int64)[:, None] * router_e + k[None, :]
         w = tl.load(w_at, mask=(e < E)[:, None] & (k < d)[None, :], other=0.0)
-        acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+        if a.dtype == w.dtype:
+            acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+        else:  # 16 bits times fp32: the former is exact in TF32, of the latter 2^-22 is lost
+            acc = tl.dot(a.to(tl.float32), tl.trans(w.to(tl.float32)), acc, input_precision="tf32x3")
     to = (tl.program_id(2).to(tl.int64) * N + n)[:, None] * E + e[None, :]
     tl.store(parts + to, acc, mask=(n < N)[:, None] & (e < E)[None, :])
 
@@ -132,7 +135,7 @@ def align(
 
 
 @triton.jit
-def _pairs_of_tile(order, pairs, ALONE: tl.constexpr, BLOCK_M: tl.constexpr):
+def pairs_of_tile(order, pairs, ALONE: tl.constexpr, BLOCK_M: tl.constexpr):
     """A tile's pairs, `pairs` where there is none; with one token every tile has one pair, in the order of ranks."""
     offset = tl.arange(0, BLOCK_M)
     if ALONE:
@@ -163,7 +166,7 @@ def gate_up(
     """hidden = silu(x gate^T) * (x up^T) for one tile of pairs and BLOCK_N of the I rows."""
     e = tl.load(tile_expert + tl.program_id(0)).to(tl.int64)
     if e >= 0:
-        pair = _pairs_of_tile(order, pairs, ALONE, BLOCK_M)
+        pair = pairs_of_tile(order, pairs, ALONE, BLOCK_M)
         i = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         rows = x + (pair // TOP_K).to(tl.int64)[:, None] * x_n
         gates = weight + e * weight_e + i.to(tl.int64)[:, None] * weight_i
@@ -202,7 +205,7 @@ def down(
     """outputs = routing weight * hidden down^T for one tile of pairs and BLOCK_N of the d rows."""
     e = tl.load(tile_expert + tl.program_id(0)).to(tl.int64)
     if e >= 0:
-        pair = _pairs_of_tile(order, pairs, ALONE, BLOCK_M)
+        pair = pairs_of_tile(order, pairs, ALONE, BLOCK_M)
         c = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         rows = hidden + pair.to(tl.int64)[:, None] * I
         downs = weight + e * weight_e + c.to(tl.int64)[:, None] * weight_d

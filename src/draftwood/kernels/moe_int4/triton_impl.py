@@ -1,0 +1,177 @@
+"""moe_int4 in Triton: `moe` whose products unpack words in registers.
+
+Routing, order and sums are those of `moe`. The weights are the rows of a product and the pairs its columns, so that a matrix
+instruction takes as few as 8 pairs. Two warps per program: with four, Hopper and later would want weights in shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from draftwood.kernels.chip import Chip, chip_of
+from draftwood.kernels.compile_case import CompileCase
+from draftwood.kernels.moe import triton_impl as moe_impl
+from draftwood.kernels.moe.triton_impl import combine, local, put_in_order, route
+from draftwood.kernels.moe_int4 import GROUP, PER_WORD, triton_kernels
+
+_ACTIVATE_BLOCK = 256
+_SPLIT_TO = 4
+"""Programs per multiprocessor that gate_up is split for."""
+
+
+def moe_int4(
+    x: Tensor,
+    router: Tensor,
+    bias: Tensor,
+    gate_up_packed: Tensor,
+    gate_up_scale: Tensor,
+    down_packed: Tensor,
+    down_scale: Tensor,
+    first_expert: int = 0,
+    **routing: Any,
+) -> Tensor:
+    """See `draftwood.kernels.moe_int4.moe_int4`.
+
+    bf16, fp16 and fp32. Raises `TypeError` for another dtype and `ValueError` where one of the experts' four arrays is not
+    contiguous.
+    """
+    weights, experts = route(x, router, bias, **routing)
+    quantised = {
+        "gate_up_packed": gate_up_packed,
+        "gate_up_scale": gate_up_scale,
+        "down_packed": down_packed,
+        "down_scale": down_scale,
+    }
+    for name, array in quantised.items():
+        if not array.is_contiguous():
+            raise ValueError(f"`{name}`: must be contiguous, got strides {array.stride()}")
+    (N, d), (E, _, words) = x.shape, down_packed.shape
+    I = words * PER_WORD
+    pairs = experts.numel()
+    chip = chip_of(x.device)
+    tile = choose_tile(chip, x.element_size(), pairs, E)
+    outputs = torch.empty((pairs, d), dtype=torch.float32, device=x.device)
+    if len(router) > E:
+        experts = local(experts, first_expert, E)
+        outputs.zero_()
+    order, tile_expert = put_in_order(experts, tile, E)
+    hidden = torch.empty((pairs, I), dtype=x.dtype, device=x.device)
+    splits = _splits(chip, len(tile_expert) * I // tile.block_n, d, tile.block_k)
+    parts = torch.empty((splits, pairs, 2, I) if splits > 1 else 1, dtype=torch.float32, device=x.device)
+    by_planes = x.view(N, -1, 4).mT.contiguous()
+    triton_kernels.gate_up[(len(tile_expert), I // tile.block_n, splits)](
+        *(by_planes, gate_up_packed.view(torch.int16), gate_up_scale, hidden, parts),
+        *(order, tile_expert, pairs),
+        **_constexprs(tile, d, I, N, _in_pairs(x.dtype, gate_up_scale.dtype)),
+        TOP_K=pairs // N,
+        SPLITS=splits,
+        **tile.launch(),
+    )
+    if splits > 1:
+        triton_kernels.activate[(pairs, triton.cdiv(I, _ACTIVATE_BLOCK))](
+            parts, hidden, pairs, I, splits, _ACTIVATE_BLOCK
+        )
+    wide = tile.for_down(d)
+    triton_kernels.down[(len(tile_expert), d // wide.block_n)](
+        *(hidden, down_packed.view(torch.int16), down_scale, weights, outputs),
+        *(order, tile_expert, pairs),
+        **_constexprs(wide, d, I, N, _in_pairs(x.dtype, down_scale.dtype)),
+        **wide.launch(),
+    )
+    return combine(outputs, N, x.dtype)
+
+
+@dataclass(frozen=True)
+class Tile(moe_impl.Tile):
+    """block_m pairs and block_n rows of each of gate and up."""
+
+    def shared(self, item_size: int) -> int:
+        """Bytes of shared memory of a `gate_up` program: activations, and words and scales of two matrices."""
+        per_column = self.block_m * item_size + 2 * self.block_n / 2 + 2 * self.block_n * item_size / GROUP
+        return int((self.num_stages - 1) * self.block_k * per_column)
+
+    def for_down(self, d: int) -> Tile:
+        """As many rows of its one matrix, if that divides d."""
+        return replace(self, block_n=2 * self.block_n) if d % (2 * self.block_n) == 0 else self
+
+    def launch(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+def choose_tile(chip: Chip, item_size: int, pairs: int, E: int) -> Tile:
+    """As many pairs as twice an expert's share, for a second tile would unpack everything again.
+
+    Many programs per multiprocessor are preferred to a deeper pipeline: unpacking takes most of the time that reading does.
+    """
+    if item_size == 4:
+        return Tile(16, 32, 64, 4, 2)
+    block_m = next((m for m in (8, 16, 32) if m * E >= 2 * pairs), 64)
+    block_k = 256 if block_m <= 16 else 128  # more would not fit the registers
+    for programs, num_stages in ((4, 4), (4, 3), (2, 3), (1, 3)):
+        tile = Tile(block_m, GROUP, block_k, 2, num_stages)
+        if programs * tile.shared(item_size) <= chip.shared:
+            return tile
+    raise ValueError(f"moe_int4: no pipeline of {block_m} pairs fits {chip.shared} bytes of shared memory")
+
+
+def _splits(chip: Chip, programs: int, d: int, block_k: int) -> int:
+    """Into how many parts the sums over d are cut, so that few experts still occupy the chip."""
+    steps = triton.cdiv(d, block_k)
+    splits = max(1, min(steps, _SPLIT_TO * chip.n_sms // programs))
+    return triton.cdiv(steps, triton.cdiv(steps, splits))  # none of them empty
+
+
+def _in_pairs(dtype: torch.dtype, scale: torch.dtype) -> bool:
+    """Whether two weights are unpacked by one instruction: 16 bits, as the scales are. Triton's interpreter has no PTX."""
+    return dtype == scale and dtype.itemsize == 2 and not triton.knobs.runtime.interpret
+
+
+def _constexprs(tile: Tile, d: int, I: int, N: int, in_pairs: bool) -> dict[str, int]:
+    return {"d": d, "I": I, "ALONE": N == 1, "IN_PAIRS": in_pairs, **tile.constexprs()}
+
+
+def compile_cases(capability: int) -> list[CompileCase]:
+    """See `draftwood.kernels.compile_case`. What is `moe`'s is compiled there."""
+    chip = Chip(capability, 132)
+    return [
+        case
+        for item, scale, N, I in (
+            ("bf16", "bf16", 1, 256),  # gate_up in parts
+            ("bf16", "bf16", 128, 2048),
+            ("bf16", "bf16", 1000, 2048),
+            ("bf16", "bf16", 4096, 2048),
+            ("bf16", "fp32", 128, 2048),
+            ("fp32", "fp32", 128, 256),
+        )
+        for case in _compile_cases(chip, item, scale, N, I)
+    ]
+
+
+def _compile_cases(chip: Chip, item: str, scale: str, N: int, I: int) -> list[CompileCase]:
+    d, E, top_k = 7168, 384, 8
+    pairs = N * top_k
+    tile = choose_tile(chip, 4 if item == "fp32" else 2, pairs, E)
+    splits = _splits(chip, tile.count(pairs, E) * I // tile.block_n, d, tile.block_k)
+    in_pairs, wide = item == scale == "bf16", tile.for_down(d)
+    matrix: dict[str, Any] = {"packed": "*i16", "scale": f"*{scale}"}
+    order: dict[str, Any] = {"order": "*i32", "tile_expert": "*i32", "pairs": "i32"}
+    first = {"x": f"*{item}", **matrix, "hidden": f"*{item}", "parts": "*fp32", **order}
+    second = {"hidden": f"*{item}", **matrix, "routing": "*fp32", "outputs": "*fp32", **order}
+    name, launch = f"{item}, {scale} scales, {N} tokens", (tile.num_warps, tile.num_stages)
+    shape = {**_constexprs(tile, d, I, N, in_pairs), "TOP_K": top_k, "SPLITS": splits}
+    cases = [
+        CompileCase(f"gate_up {name}", triton_kernels.gate_up, first, shape, *launch),
+        CompileCase(
+            f"down {name}", triton_kernels.down, second, _constexprs(wide, d, I, N, in_pairs), *launch
+        ),
+    ]
+    if splits > 1:
+        summing = {"parts": "*fp32", "hidden": f"*{item}", "pairs": "i32"}
+        constants = {"I": I, "SPLITS": splits, "BLOCK": _ACTIVATE_BLOCK}
+        cases.append(CompileCase(f"activate {name}", triton_kernels.activate, summing, constants))
+    return cases
