@@ -1,0 +1,90 @@
+"""Replayed rounds on an NVIDIA GPU: the same tokens as rounds that are launched kernel by kernel, no word from the host, flat memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from draftwood import LLM, SamplingParams
+from draftwood.round import RoundPlan
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+PROMPTS = [
+    "def fibonacci(n):\n",
+    "import os\n\n",
+    "class Node:\n    def __init__(self",
+    "for i in range(",
+    "x = {",
+]
+PARAMS = [
+    SamplingParams(max_new_tokens=48, ignore_eos=True),
+    SamplingParams(max_new_tokens=64, temperature=0.8, seed=1, ignore_eos=True),
+    SamplingParams(max_new_tokens=30, temperature=1.0, top_p=0.9, seed=2, logprobs=3),
+    SamplingParams(max_new_tokens=40, temperature=0.7, seed=3, repetition_penalty=1.2, stop="return"),
+    SamplingParams(max_new_tokens=33, temperature=0.9, seed=4, n=2),
+]
+
+
+@pytest.fixture(scope="module")
+def llms() -> dict[bool, LLM]:
+    settings = {
+        "device": "cuda",
+        "dtype": "float32",
+        "max_context": 256,
+        "max_batch": 5,
+        "prefix_cache": False,
+    }
+    return {graphs: LLM(graphs=graphs, **settings) for graphs in (False, True)}
+
+
+def facts(outputs) -> list:
+    return [(one.token_ids, one.text, one.finish_reason) for output in outputs for one in output.outputs]
+
+
+@pytest.mark.parametrize(
+    "how", [{"mode": "plain"}, {"mode": "chain"}, {"budget": 8}, {"budget": 32}, {"budget": "auto"}], ids=str
+)
+def test_same_tokens(llms, how):
+    assert facts(llms[True].generate(PROMPTS, PARAMS, **how)) == facts(
+        llms[False].generate(PROMPTS, PARAMS, **how)
+    )
+    for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+        alone = llms[True].generate(prompt, params, **how)
+        assert facts(alone) == facts(llms[False].generate(prompt, params, **how))
+    llms[True].cache.check_integrity([])
+
+
+def test_a_round_waits_for_nobody(llms):
+    """Nothing between launching a recorded round and reading its results waits for the device."""
+    llm = llms[True]
+    llm.generate(PROMPTS[:1], PARAMS[:1], budget=16)  # records
+    engine = llm.engine(budget=16)
+    engine.add(llm.request(PROMPTS[0], SamplingParams(max_new_tokens=100, ignore_eos=True)))
+    for _ in range(3):
+        engine.step()
+    runner = engine.runner
+    plan = RoundPlan(16, engine.speculation.depth, engine.speculation.top_k)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        runner.launch(plan)
+        runner.launch(plan)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    runner.collect()
+    runner.collect()
+    engine.abort()
+
+
+def test_memory_is_flat(llms):
+    llm = llms[True]
+    params = [
+        SamplingParams(max_new_tokens=20 + 7 * i, temperature=0.8, seed=i, ignore_eos=True) for i in range(5)
+    ]
+    for _ in range(2):
+        llm.generate(PROMPTS, params, budget=16)
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    for _ in range(8):
+        llm.generate(PROMPTS, params, budget=16)
+    assert torch.cuda.memory_allocated() <= before[0] + 2**20
+    assert torch.cuda.memory_reserved() <= before[1] + 2**22
