@@ -8,7 +8,10 @@ import torch
 from draftwood import LLM, SamplingParams
 from draftwood.round import RoundPlan
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 
 PROMPTS = [
     "def fibonacci(n):\n",
