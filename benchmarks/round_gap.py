@@ -52,7 +52,7 @@ def measure(llm: LLM, batch: int, budget: int | str, new: int) -> dict[str, Any]
     local = engine.runner
     assert isinstance(local, GraphRunner)
     runner = WatchedRunner(
-        local.stages, page_size=local.page_size, max_context=local.max_context, device="cuda"
+        local.stages, page_size=local.page_size, max_context=local.max_context, device=llm.device
     )
     for _ in range(2):  # the first records graphs
         runner.flights.clear()
