@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from draftwood.cache.pools import DraftContext
 from draftwood.models.drafter import Drafter
 from draftwood.models.target import Target
+from draftwood.round import Drafting, RoundState
 from draftwood.scores import NEUTRAL, ScoreRule
-
-if TYPE_CHECKING:
-    from draftwood.round import RoundState
-
 
 MOST_WAITING = 64
 """Plain rounds whose features wait to be projected together."""
@@ -109,12 +106,26 @@ class Ring:
     count: torch.Tensor  # [B] i32
 
 
-class RingDrafting(DFlashDrafting):
-    """DFlash drafting for rounds that are replayed: all it remembers lies in `ring`, on the device.
+@runtime_checkable
+class ReplayableDrafting(Drafting, Protocol):
+    """Drafting for rounds that are replayed: all it remembers lies in `ring`, on the device.
 
     Whoever replays the rounds counts them, and has `empty_ring` run before a block is drafted and before the ring is full.
-    Without a ring, single positions are written at once like all others.
     """
+
+    room: int
+    """Plain rounds that a ring has room for."""
+    ring: Ring | None
+    """Where features of plain rounds go; without one, single positions are written at once like all others."""
+
+    def new_ring(self, rows: int) -> Ring: ...
+
+    def empty_ring(self, page_table: torch.Tensor) -> None:
+        """Bring what waits into the context."""
+
+
+class RingDrafting(DFlashDrafting):
+    """DFlash as `ReplayableDrafting`."""
 
     room = RING
     ring: Ring | None = None

@@ -165,8 +165,10 @@ def test_a_difference_is_told_by_its_earliest_token():
 # synthetic models
 
 
-@pytest.mark.parametrize(("temperature", "experts"), [(0.0, "plain"), (1.0, "int4")])
-def test_the_imposed_acceptance_is_what_comes_and_trees_gain(tmp_path, temperature, experts):
+@pytest.mark.parametrize(
+    ("temperature", "experts", "graphs"), [(0.0, "plain", False), (1.0, "int4", False), (1.0, "plain", True)]
+)
+def test_the_imposed_acceptance_is_what_comes_and_trees_gain(tmp_path, temperature, experts, graphs):
     """Two layers of a config of forty, with the cost of a drafter."""
     from draftwood import SamplingParams
     from draftwood.bench.generate.synthetic import SyntheticLLM
@@ -176,9 +178,8 @@ def test_the_imposed_acceptance_is_what_comes_and_trees_gain(tmp_path, temperatu
     config |= {"quantization_config": INT4} if experts == "int4" else {}
     (tmp_path / "deep.json").write_text(json.dumps(config))
     drafter = write_drafter(tmp_path / "drafter", sizes) / "config.json"
-    llm = SyntheticLLM(
-        tmp_path / "deep.json", drafter, 2, device="cpu", dtype="float32", max_batch=8, max_context=200
-    )
+    settings = {"device": "cpu", "dtype": "float32", "max_batch": 8, "max_context": 200, "graphs": graphs}
+    llm = SyntheticLLM(tmp_path / "deep.json", drafter, 2, **settings)
     assert len(llm.target.layers) == 2
     assert (llm.target.config.quantization is not None) == (experts == "int4")
     llm.imposed.impose((0.7,))
@@ -196,6 +197,7 @@ def test_the_imposed_acceptance_is_what_comes_and_trees_gain(tmp_path, temperatu
         whole = [r for o in outputs for r in o.rounds[:-1]]
         per_round[mode["mode"]] = np.mean([r.emitted for r in whole])
         assert np.mean([r.expected for r in whole]) == pytest.approx(per_round[mode["mode"]], rel=0.15)
+        assert all(("replay" in r.seconds) == graphs for r in whole)
     expected = sum(0.7**d for d in range(llm.imposed.max_depth + 1))
     assert per_round["chain"] == pytest.approx(expected, rel=0.15)
     assert per_round["tree"] > 1.15 * per_round["chain"]

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from draftwood.drafting import Ring, RingDrafting
+from draftwood.drafting import ReplayableDrafting, Ring
 from draftwood.engine.report import RoundReport, TokenScores, most_logprobs, row_results
 from draftwood.engine.row import Row
 from draftwood.engine.runner import RoundOutcome, Runner
@@ -100,9 +100,9 @@ class GraphRunner(Runner):
 
     def __init__(self, stages: Stages, *, page_size: int, max_context: int, device: str) -> None:
         super().__init__(stages, page_size=page_size, max_context=max_context, device=device)
-        if stages.drafting is not None and not isinstance(stages.drafting, RingDrafting):
+        if stages.drafting is not None and not isinstance(stages.drafting, ReplayableDrafting):
             raise TypeError("replayed rounds need drafting that keeps nothing on the host")
-        self._drafting: RingDrafting | None = stages.drafting
+        self._drafting: ReplayableDrafting | None = stages.drafting
         self._cuda = device.startswith("cuda")
         self._pool = torch.cuda.graph_pool_handle() if self._cuda else None
         self._held: dict[tuple[torch.Size, ...], Held] = {}

@@ -65,10 +65,6 @@ class Models:
             )
         if not self.synthetic and (self.synthetic_drafter or self.layers):
             raise UsageError("`--synthetic-drafter`, `--layers`: are of a --synthetic model")
-        if self.synthetic and self.graphs:
-            raise UsageError(
-                "`--graphs`: imposed acceptance needs the host in every round, so not with --synthetic"
-            )
         if bool(self.model) != bool(self.drafter):
             raise UsageError("`--model` and `--drafter`: expected both, or neither for the bundled pair")
         if self.random_text and self.prompts:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftwood.drafting import ReplayableDrafting, Ring
 from draftwood.engine.llm import LLM
 from draftwood.kernels.moe_int4 import GROUP
 from draftwood.models.config import InnerNormEps, TargetConfig
@@ -41,6 +42,9 @@ NEXT_RANK = 0.5
 CANDIDATES = 32
 DEPTH = 7
 """Tokens drafted without a drafter config: those of Kimi's drafters, of block size 8."""
+
+MANY = 2**30
+"""Room of a ring for features that nobody wants."""
 
 TABLE = 1024
 """Requests and positions after which the luck of the draw repeats itself."""
@@ -182,7 +186,7 @@ class RandomWeights(Weights):
 
 
 class ImposedDrafting:
-    """`draftwood.round.Drafting` that is right as often as it is told: see `impose`.
+    """`Drafting` that is right as often as it is told, see `impose`; replayable if the drafter inside it is, or there is none.
 
     Its candidates say how likely they are, so trees get the scores of a drafter that knows itself. Whether it is right at a
     position of a request is drawn once: all modes have the same luck.
@@ -195,16 +199,20 @@ class ImposedDrafting:
         self.taps: tuple[int, ...] = (0,) if inner is None else inner.taps
         self.max_depth: int = DEPTH if inner is None else inner.max_depth
         self.K = min(CANDIDATES, vocab_size - 1)
+        self.room: int = getattr(inner, "room", MANY)
+        self._ring: Ring | None = None
         luck = torch.rand(TABLE, TABLE, generator=torch.Generator().manual_seed(0))
         self.luck = luck.to(device)
+        self.lp = torch.empty(self.max_depth, self.K, device=device)
+        self.until = torch.empty_like(self.lp)
         self.impose((1.0,))
 
     def impose(self, rates: Sequence[float]) -> None:
         """The chance that the first candidate is right at depth 1, 2, ...; the last rate holds for all deeper."""
         each = [rates[min(d, len(rates) - 1)] for d in range(self.max_depth)]
         chances = torch.tensor([ranks(rate, self.K) for rate in each], dtype=torch.float64)  # [D, K]
-        self.lp = chances.log().float().to(self.device)
-        self.until = chances.cumsum(-1).float().to(self.device)
+        self.lp.copy_(chances.log())  # in place: recorded rounds read them
+        self.until.copy_(chances.cumsum(-1))
 
     def logits(self, state: RoundState, depth: int) -> Tensor:
         """[B, depth, V] f32: log-probabilities of the candidates, -inf for all other tokens."""
@@ -227,6 +235,26 @@ class ImposedDrafting:
     def extend(self, features: Tensor, page_table: Tensor, start: Tensor, count: Tensor) -> None:
         if self.inner is not None:
             self.inner.extend(features, page_table, start, count)
+
+    @property
+    def ring(self) -> Ring | None:
+        return self._ring
+
+    @ring.setter
+    def ring(self, ring: Ring | None) -> None:
+        self._ring = ring
+        if isinstance(self.inner, ReplayableDrafting):
+            self.inner.ring = ring
+
+    def new_ring(self, rows: int) -> Ring:
+        if isinstance(self.inner, ReplayableDrafting):
+            return self.inner.new_ring(rows)
+        nothing = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        return Ring(torch.zeros(rows, 1, 0, device=self.device), nothing, nothing.clone())
+
+    def empty_ring(self, page_table: Tensor) -> None:
+        if isinstance(self.inner, ReplayableDrafting):
+            self.inner.empty_ring(page_table)
 
     def catch_up(self) -> None:
         if self.inner is not None:
