@@ -103,14 +103,19 @@ def _machine(console: Console) -> bool:
     console.print(machine)
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    kernels = Table("kernel", "implementation", "why", title=f"kernels on {device}", title_justify="left")
+    kernels = Table(
+        *("kernel", "implementation", "why", "deterministic"),
+        title=f"kernels on {device}",
+        title_justify="left",
+    )
     missing = False
     for kernel in KERNELS:
         try:
             choice = choose(kernel, device)
-            kernels.add_row(kernel, choice.impl, choice.reason)
+            fixed = choose(kernel, device, deterministic=True)
+            kernels.add_row(kernel, choice.impl, choice.reason, fixed.impl)
         except KernelUnavailableError as e:
-            kernels.add_row(kernel, "none", str(e))
+            kernels.add_row(kernel, "none", str(e), "none")
             missing = True
     console.print(kernels)
     return not missing

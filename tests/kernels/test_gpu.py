@@ -114,10 +114,53 @@ LARGE = {
         *({"N": N, "E": 32, "d": 128, "I": 64, "ties": 1} for N in (2, 40)),
         *({"N": N, "E": 8, "top_k": 2, "d": 200, "I": 72} for N in (5, 1000)),
     ],
+    "linear": [
+        *({"N": N, "dtype": d} for N in (1, 33) for d in ("bfloat16", "float16", "float32")),
+        *({"N": N, "K": 2048, "M": FULL_VOCABULARY} for N in (1, 65)),
+        *({"G": 64, "N": N, "K": 128, "M": 512} for N in (1, 130)),
+        *(
+            {"N": 130, "K": K, "M": M, "dtype": d}
+            for K, M in ((257, 131), (64, 1))
+            for d in ("bfloat16", "float32")
+        ),
+    ],
 }
 
 
-PRODUCTS = ("verify_attn", "draft_attn", "moe")
+FIXED = {
+    "verify_attn": [
+        *(
+            {"B": 4, "T": T, "H": 2, "R": 64, "P": 16, "prefix": 130, "ragged": 1, "dtype": "float32"}
+            for T in (1, 64, 130)
+        ),
+        *(
+            {"B": 4, "T": T, "H": H, "page": page, "prefix": 1500, "ragged": 1, "dtype": dtype}
+            for T, H, page, dtype in (
+                (9, 1, 16, "bfloat16"),
+                (33, 8, 64, "float16"),
+                (17, 64, 32, "bfloat16"),
+                (5, 8, 64, "float32"),
+            )
+        ),
+        {"B": 2, "T": 256, "H": 8, "prefix": 300, "tree": "chain"},
+        {"B": 8, "T": 64, "H": 64, "prefix": 16384, "ragged": 1},
+    ],
+    "moe": [
+        *({"N": N, "dtype": dtype} for N, dtype in ((1, "bfloat16"), (33, "float16"), (8, "float32"))),
+        *({"N": N, "E": 384, "d": 512, "I": 256} for N in (1, 300)),
+        {"N": 129, "E": 256, "d": 256, "I": 128, "n_group": 8, "topk_group": 4},
+    ],
+    "moe_int4": [
+        *(
+            {"N": N, "E": 64, "d": 512, "I": 256, "dtype": d}
+            for N in (1, 33, 300)
+            for d in ("bfloat16", "float32")
+        ),
+    ],
+}
+"""Of deterministic mode: in several splits and launches, and with more tokens than tiles are chosen for."""
+
+PRODUCTS = ("verify_attn", "draft_attn", "moe", "moe_int4", "linear")
 """Offered in no float64."""
 
 SANITIZED = {
@@ -138,6 +181,7 @@ SANITIZED = {
     ],
     "draft_attn": [{"B": 9, "page": 16, "context": 300, "ragged": 1, "window": 65}],
     "moe": [{"N": 9, "E": 16, "top_k": 4, "d": 200, "I": 72}, {"N": 1, "E": 1, "top_k": 1, "d": 1, "I": 1}],
+    "linear": [{"N": 35, "K": 257, "M": 131}, {"G": 3, "N": 1, "K": 33, "M": 7, "dtype": "float32"}],
 }
 """Ragged edges and garbage, where a wrong mask would reach outside."""
 
@@ -174,6 +218,13 @@ def test_large_cases_on_new_data(case):
     verify(case, "triton", "cuda")
 
 
+@pytest.mark.parametrize("case", cases_with(FIXED), ids=case_id)
+def test_fixed_kernels_on_new_data(case):
+    case = replace(case, seed=secrets.randbelow(2**31))
+    print(case.id)
+    verify(case, "triton_fixed", "cuda")
+
+
 @pytest.mark.parametrize(
     "case",
     [c for kernel in LARGE for c in cases_of(kernel).small() if offered(c)],
@@ -187,12 +238,20 @@ def test_all_kernels_in_one_graph():
     replays([next(filter(offered, cases_of(kernel).small())) for kernel in LARGE])
 
 
+@pytest.mark.parametrize(
+    "case", [c for kernel in FIXED for c in cases_of(kernel).small() if offered(c)], ids=case_id
+)
+def test_fixed_kernels_in_a_graph(case):
+    replays([case], "triton_fixed")
+
+
+@pytest.mark.parametrize("impl", ["torch", "torch_fixed"])
 @pytest.mark.parametrize("N", [1, 40])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_int4_experts_in_torch_in_a_graph(N, dtype):
+def test_int4_experts_in_torch_in_a_graph(N, dtype, impl):
     """Both of its ways: pair by pair, and through all experts."""
     narrow = {"E": 16, "top_k": 4, "d": 96, "I": 64}
-    replays([make_case("moe_int4", cases_of("moe_int4").DEFAULTS, N=N, dtype=dtype, **narrow)], "torch")
+    replays([make_case("moe_int4", cases_of("moe_int4").DEFAULTS, N=N, dtype=dtype, **narrow)], impl)
 
 
 def replays(cases, impl="triton"):

@@ -16,9 +16,12 @@ from draftwood.kernels.registry import KERNELS, exists
 SCRIPT = Path(__file__).parents[1] / "support" / "triton_compile.py"
 
 
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if exists(k, "triton")])
-def test_fits_every_chip(kernel, tmp_path):
-    facts = compiled(tmp_path, kernel)
+@pytest.mark.parametrize(
+    ("kernel", "impl"),
+    [*((k, "triton") for k in KERNELS if exists(k, "triton")), ("verify_attn", "triton_fixed")],
+)
+def test_fits_every_chip(kernel, impl, tmp_path):
+    facts = compiled(tmp_path, kernel, impl)
     assert {f["capability"] for f in facts} == set(CAPABILITIES)
     assert_fits(facts)
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from draftwood.kernels.registry import load_kernels
-from draftwood.models.layers import fix
+from draftwood.models.layers import fix, frozen
+from draftwood.models.shard import Shard
 from draftwood.models.target import Target, TreeBatch
+from draftwood.parallel import Ranks
 from draftwood.tree import from_parents
 from support.tiny import write_target
 
@@ -129,3 +131,39 @@ def test_a_slot_is_the_same_wherever_it_is_computed(tmp_path, dtype):
 
 def test_without_it_the_same_test_finds_differences(tmp_path):
     assert differences(load(tmp_path, torch.float32, fixed=False)) > 0
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the tests above run the Triton kernels where there is a GPU"
+)
+def test_triton_kernels_take_what_the_target_gives_them(tmp_path, monkeypatch):
+    """In the interpreter, one pass over a tree; its products are numpy's, so bits are not compared."""
+    monkeypatch.setattr("draftwood.models.target.matrix", frozen)  # the memory order of a GPU
+    outputs = []
+    for impl in ("torch", "triton"):
+        own = {"linear": impl, "moe": f"{impl}_fixed", "verify_attn": f"{impl}_fixed"}
+        write_target(tmp_path, 3, **ODD)
+        kernels = load_kernels("cpu", own, deterministic=True)
+        target = Target.from_folder(tmp_path, dtype=torch.float32, device="cpu", kernels=kernels)
+        fix(target, kernels)
+        requests = Requests(target, seed=4)
+        requests.feed(1, 0, requests.texts[1])
+        outputs.append(requests.run([1, 0], [15, 0], [([3, 4, 5], [-1, 0, 0]), ([6], [-1])]))
+    (logits, latents), (got_logits, got_latents) = outputs
+    torch.testing.assert_close(got_latents[:, 0], latents[:, 0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got_logits[0], logits[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got_logits[1, 0], logits[1, 0], rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_are_summed_in_their_order(monkeypatch):
+    parts = [torch.tensor([1e8, 1.0]), torch.tensor([1.0, 1e8]), torch.tensor([-1e8, -1e8])]
+
+    def all_gather(into, own):
+        assert own is parts[1]
+        for place, part in zip(into, parts, strict=True):
+            place.copy_(part)
+
+    monkeypatch.setattr("draftwood.parallel.dist.all_gather", all_gather)
+    got = Ranks(Shard(1, 3)).sum_in_order(parts[1])
+    assert torch.equal(got, (parts[0] + parts[1]) + parts[2])
+    assert not torch.equal(got, parts[0] + (parts[1] + parts[2]))

@@ -1,4 +1,4 @@
-"""Compile a kernel's Triton configurations for every chip, without a GPU: `python triton_compile.py KERNEL [triton | gluon]`.
+"""Compile a kernel's Triton configurations for every chip, without a GPU: `python triton_compile.py KERNEL [triton | gluon | triton_fixed]`.
 
 Prints one JSON object per line: kernel, name, capability, shared (bytes), registers (per thread), stack (bytes per
 thread, spills included), hot (for each innermost loop over products: instructions, and those that spill and reload),
@@ -18,10 +18,12 @@ from collections import Counter, defaultdict
 from importlib import import_module
 
 from draftwood.kernels.compile_case import CAPABILITIES
+from draftwood.kernels.registry import IMPLEMENTATIONS
 
 
 def report(kernel, impl="triton"):
-    module = import_module(f"draftwood.kernels.{kernel}.{impl}_impl")
+    file = IMPLEMENTATIONS.get(impl, f"{impl}_impl")
+    module = import_module(f"draftwood.kernels.{kernel}.{file}")
     for capability in CAPABILITIES:
         for case in module.compile_cases(capability):
             facts = compile_facts(case, capability)

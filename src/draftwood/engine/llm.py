@@ -105,6 +105,8 @@ class LLM:
             raise ValueError("yarn_rule: given without a drafter, whose positions it is about")
         self.device = _device(device)
         self.dtype = _dtype(dtype, self.device)
+        if self.config.deterministic and self.dtype == torch.float64 and self.device == "cuda":
+            raise ValueError("deterministic: on a GPU in float32 and bfloat16, not in float64")
         self.world = World.open(self.config.tp, self.device, again)
         weakref.finalize(self, self.world.close)
         self._progress = progress

@@ -1,7 +1,7 @@
 """Triton configurations as they are launched, so that each can be compiled for a chip that is not there.
 
-A `triton_impl` module offers `compile_cases(capability: int) -> list[CompileCase]`: for compute capability 80, 90, 100 or
-120, what its config chooser would launch there.
+A `triton_impl` module, or a `triton_fixed` with kernels of its own, offers `compile_cases(capability: int) ->
+list[CompileCase]`: for compute capability 80, 90, 100 or 120, what its config chooser would launch there.
 """
 
 from __future__ import annotations

@@ -96,6 +96,7 @@ def load_slices(kernel: str, impl: str) -> tuple[Callable[..., Any], Callable[..
     return module.partial, module.merge
 
 
+@cache
 def exists(kernel: str, impl: str) -> bool:
     """Whether the package has this implementation at all (it may still fail to load here)."""
     return find_spec(_module(kernel, impl)) is not None

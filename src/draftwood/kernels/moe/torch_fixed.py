@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from draftwood.kernels.by_row import by_row
-from draftwood.kernels.linear.torch_impl import linear
+from draftwood.kernels.linear import linear
 from draftwood.kernels.moe.torch_impl import Matrices, choose_experts
 
 

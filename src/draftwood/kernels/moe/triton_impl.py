@@ -42,28 +42,43 @@ def moe(
     bf16, fp16 and fp32. Raises `TypeError` for another dtype and `ValueError` where the rows of a matrix are not
     contiguous.
     """
-    routing, experts = route(
-        x,
-        router,
-        bias,
-        top_k=top_k,
-        n_group=n_group,
-        topk_group=topk_group,
-        norm_topk_prob=norm_topk_prob,
-        scaling=scaling,
-    )
+    options: dict[str, Any] = {
+        "top_k": top_k,
+        "n_group": n_group,
+        "topk_group": topk_group,
+        "norm_topk_prob": norm_topk_prob,
+        "scaling": scaling,
+    }
+    return run(x, router, bias, gate_up, down, first_expert, **options)
+
+
+def run(
+    x: Tensor,
+    router: Tensor,
+    bias: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    first_expert: int,
+    *,
+    planned_for: int | None = None,
+    top_k: int,
+    **options: Any,
+) -> Tensor:
+    """`moe`, its tiles and splits chosen for `planned_for` tokens, by default those there are."""
+    routing, experts = route(x, router, bias, planned_for=planned_for, top_k=top_k, **options)
     _check_rows(gate_up=gate_up, down=down)
     N, d = x.shape
     E, _, I = down.shape
     pairs = N * top_k
-    tile = choose_tile(chip_of(x.device), x.element_size(), pairs, E)
+    tile = choose_tile(chip_of(x.device), x.element_size(), (planned_for or N) * top_k, E)
     hidden = torch.empty((pairs, I), dtype=x.dtype, device=x.device)
     outputs = torch.empty((pairs, d), dtype=torch.float32, device=x.device)
     if len(router) > E:
         experts = local(experts, first_expert, E)
         outputs.zero_()
-    order, tile_expert = put_in_order(experts, tile, E)
-    tiles, alone = len(tile_expert), N == 1
+    alone = N == 1 and planned_for is None
+    order, tile_expert = put_in_order(experts, tile, E, alone=alone)
+    tiles = len(tile_expert)
     launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     triton_kernels.gate_up[(tiles, triton.cdiv(I, tile.block_n))](
         *(x, gate_up, hidden, order, tile_expert, pairs, d, I),
@@ -93,14 +108,18 @@ def route(
     topk_group: int = 1,
     norm_topk_prob: bool = True,
     scaling: float = 1.0,
+    planned_for: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Weights [N, top_k] f32 and experts [N, top_k] i32, by biased score descending. Raises as `moe` does."""
+    """Weights [N, top_k] f32 and experts [N, top_k] i32, by biased score descending. Raises as `moe` does.
+
+    `planned_for` as in `run`.
+    """
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"`x`: expected bfloat16, float16 or float32, got {x.dtype}")
     _check_rows(x=x, router=router)
     N, d = x.shape
     E = len(router)
-    splits, d_split = _router_splits(chip_of(x.device), N, E, d)
+    splits, d_split = _router_splits(chip_of(x.device), planned_for or N, E, d)
     parts = torch.empty((splits, N, E), dtype=torch.float32, device=x.device)
     weights = torch.empty((N, top_k), dtype=torch.float32, device=x.device)
     experts = torch.empty((N, top_k), dtype=torch.int32, device=x.device)
@@ -121,9 +140,12 @@ def local(experts: Tensor, first_expert: int, E: int) -> Tensor:
     return torch.where((experts >= 0) & (experts < E), experts, -1)
 
 
-def put_in_order(experts: Tensor, tile: Tile, E: int) -> tuple[Tensor, Tensor]:
-    """Experts [N, top_k] of E, -1 for none -> the pairs in expert order and each tile's expert, as `align` leaves them."""
-    if len(experts) == 1:  # they are distinct: every pair is a tile
+def put_in_order(experts: Tensor, tile: Tile, E: int, *, alone: bool) -> tuple[Tensor, Tensor]:
+    """Experts [N, top_k] of E, -1 for none -> the pairs in expert order and each tile's expert, as `align` leaves them.
+
+    Those of a token that is `alone` are distinct, and every pair is a tile.
+    """
+    if alone:
         return experts.flatten(), experts.flatten()
     pairs = experts.numel()
     tiles = tile.count(pairs, E)
@@ -193,6 +215,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
         case
         for item, N, E, d, I in (
             ("bf16", 1, 64, 2048, 1408),
+            ("bf16", 16, 64, 2048, 1408),  # `triton_fixed` for any number of tokens
             ("fp16", 128, 64, 2048, 1408),
             ("bf16", 4096, 384, 7168, 2048),
             ("fp32", 8, 64, 2048, 1408),
@@ -206,7 +229,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
 def _product_cases(chip: Chip, item: str, N: int, E: int, d: int, I: int) -> list[CompileCase]:
     top_k = 8
     tile = choose_tile(chip, 4 if item == "fp32" else 2, N * top_k, E)
-    order: dict[str, Any] = {"order": "*i32", "tile_expert": "*i32", "pairs": N * top_k, "d": d, "I": I}
+    order: dict[str, Any] = {"order": "*i32", "tile_expert": "*i32", "pairs": "i32", "d": d, "I": I}
     first = {"x": f"*{item}", "weight": f"*{item}", "hidden": f"*{item}", **order}
     first |= {"x_n": d, "weight_e": 2 * I * d, "weight_i": d}
     second = {"hidden": f"*{item}", "weight": f"*{item}", "routing": "*fp32", "outputs": "*fp32", **order}
@@ -225,12 +248,12 @@ def _routing_cases(chip: Chip, N: int, E: int, n_group: int) -> list[CompileCase
     splits, d_split = _router_splits(chip, N, E, d)
     tile = choose_tile(chip, 2, pairs, E)
     name = f"{N} tokens, {n_group} groups"
-    product: dict[str, Any] = {"x": "*bf16", "router": "*bf16", "parts": "*fp32", "N": N, "E": E, "d": d}
+    product: dict[str, Any] = {"x": "*bf16", "router": "*bf16", "parts": "*fp32", "N": "i32", "E": E, "d": d}
     product |= {"x_n": d, "router_e": d, "d_split": d_split}
     choice: dict[str, Any] = {"parts": "*fp32", "bias": "*fp32", "weights": "*fp32", "experts": "*i32"}
-    choice |= {"N": N, "E": E, "scaling": "fp32"}
-    placing: dict[str, Any] = {"experts": "*i32", "order": "*i32", "tile_expert": "*i32", "pairs": pairs}
-    placing |= {"tiles": tile.count(pairs, E)}
+    choice |= {"N": "i32", "E": E, "scaling": "fp32"}
+    placing: dict[str, Any] = {"experts": "*i32", "order": "*i32", "tile_expert": "*i32"}
+    placing |= {"pairs": "i32", "tiles": "i32"}
     summing: dict[str, Any] = {"outputs": "*fp32", "out": "*bf16", "d": d}
     return [
         CompileCase(f"logits {name}", triton_kernels.logits, product, _ROUTER_TILE),

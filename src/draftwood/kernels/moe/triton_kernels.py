@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def logits(
     x,  # [N, d]
     router,  # [E, d]
@@ -40,7 +40,7 @@ def logits(
     tl.store(parts + to, acc, mask=(n < N)[:, None] & (e < E)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def select(
     parts,  # [splits, N, E]
     bias,  # [E]
@@ -97,7 +97,7 @@ def select(
     tl.store(experts + n * TOP_K + k, chosen, mask=k < TOP_K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "tiles"])
 def align(
     experts,  # [pairs], -1 for one to leave out
     order,  # [tiles * BLOCK_M]: the pairs in expert order, each expert's from a new tile on; `pairs` fills up
@@ -144,7 +144,7 @@ def pairs_of_tile(order, pairs, ALONE: tl.constexpr, BLOCK_M: tl.constexpr):
         return tl.load(order + tl.program_id(0) * BLOCK_M + offset)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def gate_up(
     x,  # [N, d]
     weight,  # [E, 2 I, d], gate rows first
@@ -184,7 +184,7 @@ def gate_up(
         tl.store(to, out.to(hidden.dtype.element_ty), mask=(pair < pairs)[:, None] & (i < I)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def down(
     hidden,  # [pairs, I]
     weight,  # [E, d, I]

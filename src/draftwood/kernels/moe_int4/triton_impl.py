@@ -40,7 +40,26 @@ def moe_int4(
     bf16, fp16 and fp32. Raises `TypeError` for another dtype and `ValueError` where one of the experts' four arrays is not
     contiguous.
     """
-    weights, experts = route(x, router, bias, **routing)
+    return run(
+        x, router, bias, gate_up_packed, gate_up_scale, down_packed, down_scale, first_expert, **routing
+    )
+
+
+def run(
+    x: Tensor,
+    router: Tensor,
+    bias: Tensor,
+    gate_up_packed: Tensor,
+    gate_up_scale: Tensor,
+    down_packed: Tensor,
+    down_scale: Tensor,
+    first_expert: int,
+    *,
+    planned_for: int | None = None,
+    **routing: Any,
+) -> Tensor:
+    """`moe_int4`, its tiles and splits chosen for `planned_for` tokens, by default those there are."""
+    weights, experts = route(x, router, bias, planned_for=planned_for, **routing)
     quantised = {
         "gate_up_packed": gate_up_packed,
         "gate_up_scale": gate_up_scale,
@@ -54,20 +73,22 @@ def moe_int4(
     I = words * PER_WORD
     pairs = experts.numel()
     chip = chip_of(x.device)
-    tile = choose_tile(chip, x.element_size(), pairs, E)
+    planned_pairs, alone = (planned_for or N) * pairs // N, N == 1 and planned_for is None
+    tile = choose_tile(chip, x.element_size(), planned_pairs, E)
     outputs = torch.empty((pairs, d), dtype=torch.float32, device=x.device)
     if len(router) > E:
         experts = local(experts, first_expert, E)
         outputs.zero_()
-    order, tile_expert = put_in_order(experts, tile, E)
+    order, tile_expert = put_in_order(experts, tile, E, alone=alone)
     hidden = torch.empty((pairs, I), dtype=x.dtype, device=x.device)
-    splits = _splits(chip, len(tile_expert) * I // tile.block_n, d, tile.block_k)
+    tiles = len(tile_expert) if alone else tile.count(planned_pairs, E)
+    splits = _splits(chip, tiles * I // tile.block_n, d, tile.block_k)
     parts = torch.empty((splits, pairs, 2, I) if splits > 1 else 1, dtype=torch.float32, device=x.device)
     by_planes = x.view(N, -1, 4).mT.contiguous()
     triton_kernels.gate_up[(len(tile_expert), I // tile.block_n, splits)](
         *(by_planes, gate_up_packed.view(torch.int16), gate_up_scale, hidden, parts),
         *(order, tile_expert, pairs),
-        **_constexprs(tile, d, I, N, _in_pairs(x.dtype, gate_up_scale.dtype)),
+        **_constexprs(tile, d, I, alone, _in_pairs(x.dtype, gate_up_scale.dtype)),
         TOP_K=pairs // N,
         SPLITS=splits,
         **tile.launch(),
@@ -80,7 +101,7 @@ def moe_int4(
     triton_kernels.down[(len(tile_expert), d // wide.block_n)](
         *(hidden, down_packed.view(torch.int16), down_scale, weights, outputs),
         *(order, tile_expert, pairs),
-        **_constexprs(wide, d, I, N, _in_pairs(x.dtype, down_scale.dtype)),
+        **_constexprs(wide, d, I, alone, _in_pairs(x.dtype, down_scale.dtype)),
         **wide.launch(),
     )
     return combine(outputs, N, x.dtype)
@@ -120,10 +141,10 @@ def choose_tile(chip: Chip, item_size: int, pairs: int, E: int) -> Tile:
 
 
 def _splits(chip: Chip, programs: int, d: int, block_k: int) -> int:
-    """Into how many parts the sums over d are cut, so that few experts still occupy the chip."""
-    steps = triton.cdiv(d, block_k)
+    """Into how many parts the sums over d are cut, so that few experts still occupy the chip. None of them is empty."""
+    steps = -(-d // block_k)
     splits = max(1, min(steps, _SPLIT_TO * chip.n_sms // programs))
-    return triton.cdiv(steps, triton.cdiv(steps, splits))  # none of them empty
+    return -(-steps // -(-steps // splits))
 
 
 def _in_pairs(dtype: torch.dtype, scale: torch.dtype) -> bool:
@@ -131,47 +152,36 @@ def _in_pairs(dtype: torch.dtype, scale: torch.dtype) -> bool:
     return dtype == scale and dtype.itemsize == 2 and not triton.knobs.runtime.interpret
 
 
-def _constexprs(tile: Tile, d: int, I: int, N: int, in_pairs: bool) -> dict[str, int]:
-    return {"d": d, "I": I, "ALONE": N == 1, "IN_PAIRS": in_pairs, **tile.constexprs()}
+def _constexprs(tile: Tile, d: int, I: int, alone: bool, in_pairs: bool) -> dict[str, int]:
+    return {"d": d, "I": I, "ALONE": alone, "IN_PAIRS": in_pairs, **tile.constexprs()}
 
 
 def compile_cases(capability: int) -> list[CompileCase]:
-    """See `draftwood.kernels.compile_case`. What is `moe`'s is compiled there."""
+    """See `draftwood.kernels.compile_case`: with the fewest pairs to a tile, and what holds most with the most pairs.
+
+    What is `moe`'s is compiled there.
+    """
     chip = Chip(capability, 132)
-    return [
-        case
-        for item, scale, N, I in (
-            ("bf16", "bf16", 1, 256),  # gate_up in parts
-            ("bf16", "bf16", 128, 2048),
-            ("bf16", "bf16", 1000, 2048),
-            ("bf16", "bf16", 4096, 2048),
-            ("bf16", "fp32", 128, 2048),
-            ("fp32", "fp32", 128, 256),
-        )
-        for case in _compile_cases(chip, item, scale, N, I)
-    ]
+    few, many = _compile_cases(chip, 1, 512), _compile_cases(chip, 4096, 2048)
+    return [*few, many[0]]
 
 
-def _compile_cases(chip: Chip, item: str, scale: str, N: int, I: int) -> list[CompileCase]:
+def _compile_cases(chip: Chip, N: int, I: int) -> list[CompileCase]:
     d, E, top_k = 7168, 384, 8
     pairs = N * top_k
-    tile = choose_tile(chip, 4 if item == "fp32" else 2, pairs, E)
+    tile = choose_tile(chip, 2, pairs, E)
     splits = _splits(chip, tile.count(pairs, E) * I // tile.block_n, d, tile.block_k)
-    in_pairs, wide = item == scale == "bf16", tile.for_down(d)
-    matrix: dict[str, Any] = {"packed": "*i16", "scale": f"*{scale}"}
+    matrix: dict[str, Any] = {"packed": "*i16", "scale": "*bf16"}
     order: dict[str, Any] = {"order": "*i32", "tile_expert": "*i32", "pairs": "i32"}
-    first = {"x": f"*{item}", **matrix, "hidden": f"*{item}", "parts": "*fp32", **order}
-    second = {"hidden": f"*{item}", **matrix, "routing": "*fp32", "outputs": "*fp32", **order}
-    name, launch = f"{item}, {scale} scales, {N} tokens", (tile.num_warps, tile.num_stages)
-    shape = {**_constexprs(tile, d, I, N, in_pairs), "TOP_K": top_k, "SPLITS": splits}
-    cases = [
-        CompileCase(f"gate_up {name}", triton_kernels.gate_up, first, shape, *launch),
-        CompileCase(
-            f"down {name}", triton_kernels.down, second, _constexprs(wide, d, I, N, in_pairs), *launch
-        ),
+    first = {"x": "*bf16", **matrix, "hidden": "*bf16", "parts": "*fp32", **order}
+    second = {"hidden": "*bf16", **matrix, "routing": "*fp32", "outputs": "*fp32", **order}
+    summing = {"parts": "*fp32", "hidden": "*bf16", "pairs": "i32"}
+    shape, wide = (_constexprs(t, d, I, N == 1, in_pairs=True) for t in (tile, tile.for_down(d)))
+    shape |= {"TOP_K": top_k, "SPLITS": splits}
+    adding = {"I": I, "SPLITS": splits, "BLOCK": _ACTIVATE_BLOCK}
+    launch = (tile.num_warps, tile.num_stages)
+    return [
+        CompileCase(f"gate_up {N} tokens", triton_kernels.gate_up, first, shape, *launch),
+        CompileCase(f"down {N} tokens", triton_kernels.down, second, wide, *launch),
+        CompileCase(f"activate {N} tokens", triton_kernels.activate, summing, adding),
     ]
-    if splits > 1:
-        summing = {"parts": "*fp32", "hidden": f"*{item}", "pairs": "i32"}
-        constants = {"I": I, "SPLITS": splits, "BLOCK": _ACTIVATE_BLOCK}
-        cases.append(CompileCase(f"activate {name}", triton_kernels.activate, summing, constants))
-    return cases

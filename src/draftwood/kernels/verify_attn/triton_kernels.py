@@ -59,7 +59,7 @@ def _locate(
 
 
 @triton.jit
-def _absorb(acc, top, weight, latent, s):
+def absorb(acc, top, weight, latent, s):
     """Online softmax, base 2: one more block of latents [keys, R] and their transposed scores [keys, rows].
 
     `weight` keeps a sum per place in the block: one sum over all keys at the end is cheaper than one per block.
@@ -162,7 +162,7 @@ def attend(
                     s = tl.dot(latent, tl.trans(q_latent), input_precision="ieee")
                 if i + 1 <= full:
                     s_rope = tl.dot(key_rope, tl.trans(q_rope), input_precision="ieee")
-                acc, top, weight = _absorb(acc, top, weight, latent, (s + s_rope) * scale_log2)
+                acc, top, weight = absorb(acc, top, weight, latent, (s + s_rope) * scale_log2)
 
         # The prefix's last, partly filled block and the tree.
         tree = tree_kv + b * T * C
@@ -200,7 +200,7 @@ def attend(
                 high = (word >> 32).to(tl.int32)
                 seen = (tl.where((key < 32)[:, None], low[None, :], high[None, :]) >> (key % 32)[:, None]) & 1
                 s = tl.where((seen != 0) & live[:, None], (s + s_rope) * scale_log2, -float("inf"))
-                acc, top, weight = _absorb(acc, top, weight, latent_m, s)
+                acc, top, weight = absorb(acc, top, weight, latent_m, s)
 
         acc, log2_sum = finish(acc, top, tl.sum(weight, 0))
         out = tl.trans(acc)
