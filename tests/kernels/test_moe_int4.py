@@ -8,9 +8,16 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 
 from draftwood.kernels.case import CaseError, Mismatch, make_case
+from draftwood.kernels.chip import Chip
+from draftwood.kernels.compile_case import CAPABILITIES
 from draftwood.kernels.moe.torch_impl import moe, route
-from draftwood.kernels.moe_int4 import cases, ref, torch_impl
-from draftwood.kernels.run_case import run, to_numpy, torch_inputs
+from draftwood.kernels.moe_int4 import cases, ref, torch_impl, triton_impl
+from draftwood.kernels.run_case import run, to_numpy, torch_inputs, verify
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIXTEEN_BITS = (
+    "bfloat16" if torch.cuda.is_available() else "float16"
+)  # Triton's interpreter has no products of the former
 
 
 def case(**axes):
@@ -82,14 +89,61 @@ def test_only_chosen_experts_are_read():
     np.testing.assert_array_equal(run(c, inputs, "torch"), out)
 
 
-def test_scales_wider_than_the_activations():
-    c = case(dtype="bfloat16")
+@pytest.mark.parametrize("impl", [torch_impl, triton_impl])
+def test_router_and_scales_wider_than_the_activations(impl):
+    c = case(N=5, E=4, top_k=2, dtype=SIXTEEN_BITS)
     inputs = cases.make(c)
-    tensors = torch_inputs(c, inputs, "cpu")
-    for name in ("gate_up_scale", "down_scale"):
+    tensors = torch_inputs(c, inputs, DEVICE)
+    for name in ("router", "gate_up_scale", "down_scale"):
         inputs[name] = inputs[name] * np.float32(1.001)
-        tensors[name] = torch.from_numpy(inputs[name])
-    cases.compare(c, to_numpy(torch_impl.moe_int4(**tensors)), ref.moe_int4(**inputs))
+        tensors[name] = torch.from_numpy(inputs[name]).to(DEVICE)
+    cases.compare(c, to_numpy(impl.moe_int4(**tensors)), ref.moe_int4(**inputs))
+
+
+@pytest.mark.parametrize(("N", "n_sms", "parts"), [(1, 2, 2), (2, 100, 4)])
+def test_sums_in_parts(N, n_sms, parts, monkeypatch):
+    """Over 224 numbers in four steps, the last of them half empty."""
+    chip = Chip(80, n_sms)
+    monkeypatch.setattr(triton_impl, "chip_of", lambda _: chip)
+    assert triton_impl._splits(chip, 4 * N, 224, 64) == parts
+    verify(case(N=N, E=4, top_k=2, d=224), "triton", DEVICE)
+
+
+def test_the_largest_tile(monkeypatch):
+    monkeypatch.setattr(triton_impl, "choose_tile", lambda *_: triton_impl.Tile(64, 32, 128, 2, 3))
+    verify(case(N=20, E=2, top_k=1, d=160, dtype=SIXTEEN_BITS), "triton", DEVICE)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_chosen_tiles_hold_twice_the_share_of_an_expert(capability):
+    chip = Chip(capability, 100)
+    for N in (1, 8, 128, 192, 300, 600, 10_000):
+        tile = triton_impl.choose_tile(chip, 2, 8 * N, 384)
+        assert tile.block_m >= min(64, 16 * N / 384)
+        assert 2 * tile.shared(2) <= chip.shared
+        assert tile.num_warps == 2  # with 4, Hopper would read weights from registers while they change
+
+
+def test_nan_in_a_token_or_in_experts_not_chosen_spoils_no_other():
+    c = case(N=3, E=3, top_k=1)
+    inputs = cases.make(c)
+    inputs["bias"][1] = -9.0
+    clean = run(c, inputs, "triton", DEVICE)
+    inputs["x"][1] = inputs["gate_up_scale"][1] = inputs["down_scale"][1] = np.nan
+    spoilt = run(c, inputs, "triton", DEVICE)
+    np.testing.assert_array_equal(spoilt[::2], clean[::2])
+    assert np.isnan(spoilt[1]).all()
+
+
+def test_strides():
+    c = case(N=2, E=2, top_k=1)
+    inputs = torch_inputs(c, cases.make(c), DEVICE)
+    want = triton_impl.moe_int4(**inputs)
+    wide = torch.full((2, 200), torch.nan, device=DEVICE)
+    wide[:, 40:136] = inputs["x"]
+    assert torch.equal(triton_impl.moe_int4(**{**inputs, "x": wide[:, 40:136]}), want)
+    with pytest.raises(ValueError, match="`down_scale`: must be contiguous"):
+        triton_impl.moe_int4(**{**inputs, "down_scale": inputs["down_scale"].mT.contiguous().mT})
 
 
 @pytest.mark.parametrize("mistake", ["nibbles swapped", "unsigned", "scales of other groups"])
@@ -148,6 +202,8 @@ def test_slices_of_the_experts_add_up(N):
         quantised = [torch.from_numpy(matrices[name]) for name in names]
         on_gpu = torch_impl.all_experts(t["x"], *chosen, *quantised, range(first, stop))
         cases.compare(c, to_numpy(on_gpu), part)
+        if N == 1:
+            cases.compare(c, run(c, inputs | matrices | {"first_expert": first}, "triton", DEVICE), part)
         sums.append(part)
     cases.compare(c, np.sum(sums, 0), ref.moe_int4(**inputs))
     assert not sums[2].any()

@@ -44,7 +44,8 @@ def small() -> list[Case]:
 
 
 def bench() -> list[Case]:
-    return [make_case(KERNEL, DEFAULTS, N=N) for N in (1, 8, 32, 128)]
+    """On one of eight ranks, one of four, and all in one."""
+    return [make_case(KERNEL, DEFAULTS, N=N, I=I) for I in (256, 512, 2048) for N in (1, 8, 32, 128)]
 
 
 def make(case: Case) -> dict[str, Any]:
