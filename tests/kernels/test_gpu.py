@@ -114,6 +114,17 @@ LARGE = {
         *({"N": N, "E": 32, "d": 128, "I": 64, "ties": 1} for N in (2, 40)),
         *({"N": N, "E": 8, "top_k": 2, "d": 200, "I": 72} for N in (5, 1000)),
     ],
+    "moe_int4": [
+        *({"N": N, "E": 16, "I": I} for N, I in ((1, 256), (1, 2048), (9, 512))),
+        *({"N": N, "E": 384, "d": 512} for N in (1, 17, 300, 600, 1200)),  # tiles of 8, 16, 32 and 64 pairs
+        *(
+            {"N": N, "E": 8, "top_k": 2, "d": 160, "I": 96, "dtype": dtype}
+            for N in (1, 5, 200)
+            for dtype in ("bfloat16", "float16", "float32")
+        ),
+        {"N": 129, "E": 256, "d": 256, "I": 128, "n_group": 8, "topk_group": 4},
+        {"N": 40, "E": 32, "d": 128, "I": 64, "ties": 1},
+    ],
     "linear": [
         *({"N": N, "dtype": d} for N in (1, 33) for d in ("bfloat16", "float16", "float32")),
         *({"N": N, "K": 2048, "M": FULL_VOCABULARY} for N in (1, 65)),
@@ -181,6 +192,7 @@ SANITIZED = {
     ],
     "draft_attn": [{"B": 9, "page": 16, "context": 300, "ragged": 1, "window": 65}],
     "moe": [{"N": 9, "E": 16, "top_k": 4, "d": 200, "I": 72}, {"N": 1, "E": 1, "top_k": 1, "d": 1, "I": 1}],
+    "moe_int4": [{"N": N, "E": 16, "top_k": 4, "d": 160, "I": 96} for N in (1, 9)],
     "linear": [{"N": 35, "K": 257, "M": 131}, {"G": 3, "N": 1, "K": 33, "M": 7, "dtype": "float32"}],
 }
 """Ragged edges and garbage, where a wrong mask would reach outside."""

@@ -2,7 +2,7 @@
 
 A timing is microseconds per call. On a CPU: a block of calls of at least a millisecond, or one call after the caches
 were flushed. On a GPU: a CUDA graph between two events; calls are repeated inside the graph up to a millisecond (warm: on the same
-inputs; cold: in turns on as many copies as exceed the L2 twice). Where copies would be too many, or a call cannot be
+inputs; cold: in turns on copies, until what they touch exceeds the L2 twice). Where copies would be too many, or a call cannot be
 captured, a cold call runs alone after a flush.
 """
 
@@ -75,7 +75,7 @@ class CudaTimer:
     """Graph replays between events. `calls(n)` gives n calls, each on its own copy of the inputs."""
 
     def __init__(
-        self, calls: Callable[[int], Sequence[Call]], cold: bool, l2_bytes: int, input_bytes: int
+        self, calls: Callable[[int], Sequence[Call]], cold: bool, l2_bytes: int, touched_bytes: int
     ) -> None:
         (call,) = calls(1)
         first, _ = _probe(call, torch.cuda.synchronize)
@@ -88,7 +88,7 @@ class CudaTimer:
             self.run, method = graph.replay, "graph"
         self.estimate = self._estimate()
         if graph is not None:
-            copies = max(2, -(-2 * l2_bytes // max(1, input_bytes))) if cold else 1
+            copies = max(2, -(-2 * l2_bytes // max(1, touched_bytes))) if cold else 1
             rounds = max(1, round(BLOCK_US / (copies * self.estimate)))
             if copies * rounds > 1 and copies <= MOST_COPIES and copies * self.estimate < LONGEST_GRAPH_US:
                 per_run = copies * min(rounds, max(1, MOST_CALLS // copies))

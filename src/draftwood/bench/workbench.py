@@ -234,7 +234,8 @@ class Workbench:
             inputs.held += (n - 1) * inputs.bytes
             return [self._call(job, s) for s in sets]
 
-        return CudaTimer(calls, cold, cache, inputs.bytes)
+        touched = min(inputs.bytes, self.catalog.cases(job.kernel).bytes_moved(job.case))
+        return CudaTimer(calls, cold, cache, touched)
 
 
 def _identical(a: Any, b: Any) -> bool:
