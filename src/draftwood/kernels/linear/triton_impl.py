@@ -56,17 +56,21 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         raise TypeError(f"`weight`: expected {x.dtype} as `x`, got {weight.dtype}")
     shape = (*x.shape[:-1], weight.shape[-2])
     x, weight = (a if a.dim() == 3 else a[None] for a in (x, weight))
-    x = x.contiguous()
-    if (
-        x.data_ptr() % 16
-    ):  # a single row of a wider matrix; a program that knows of no alignment is another one
-        x = x.clone()
+    x = aligned(x.contiguous())
     (G, N, K), M = x.shape, weight.shape[1]
     out = torch.empty(shape, dtype=x.dtype, device=x.device)
     tile = _tile(x.element_size())
     grid = (triton.cdiv(M, tile["BLOCK_M"]), triton.cdiv(N, tile["BLOCK_N"]), G)
     product[grid](x, weight, out, N, M, K, *weight.stride(), **tile, num_warps=_WARPS, num_stages=_STAGES)
     return out
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x at a multiple of 16 bytes, where a part of a larger tensor need not be.
+
+    Triton compiles another program for what is not, and that could add in another order.
+    """
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _tile(item_size: int) -> dict[str, int]:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwood.kernels.compile_case import CompileCase
+from draftwood.kernels.linear.triton_impl import aligned
 from draftwood.kernels.triton_line import LOWEST, finish
 from draftwood.kernels.verify_attn.tiles import padded
 from draftwood.kernels.verify_attn.torch_impl import hidden_slots
@@ -91,7 +92,7 @@ class PathAttention:
         together = min(B * T, max(1, _PART_BYTES // (4 * row * tile["R_PAD"])))
         part_lse = torch.empty((together * row,), dtype=torch.float32, device=q.device)
         part_o = torch.empty((together * row, tile["R_PAD"]), dtype=torch.float32, device=q.device)
-        q, tree_kv = q.contiguous(), tree_kv.contiguous()
+        q, tree_kv = (aligned(a.contiguous()) for a in (q, tree_kv))
         sizes = {"H": H, "splits": splits, "BLOCK_M": tile["BLOCK_M"], "R": value_dim, "R_PAD": tile["R_PAD"]}
         for first in range(0, B * T, together):
             n = min(together, B * T - first)
