@@ -115,6 +115,33 @@ def test_joining_at_random(llms):
         assert [r.output.token_ids for r in requests] == want
 
 
+@pytest.mark.parametrize("other", ["tree", "plain"])
+def test_engines_take_turns(llms, other):
+    """Each launches rounds ahead on one runner, with a batch of its own; one is left with a round in flight."""
+    params = [SamplingParams(max_new_tokens=14, temperature=0.8, seed=i, ignore_eos=True) for i in range(4)]
+    want = [
+        llms[False].generate([p], s, budget=8)[0].token_ids for p, s in zip(PROMPTS, params, strict=False)
+    ]
+    engines = [llms[True].engine(budget=8), llms[True].engine(mode=other, budget=8)]
+    requests = [llms[True].request(p, s) for p, s in zip(PROMPTS, params, strict=False)]
+    for i, request in enumerate(requests):
+        engines[i % 2].add(request)
+    turns = 0
+    while any(engine.has_work() for engine in engines):
+        for engine in engines:
+            for _ in range(1 + turns % 3):
+                engine.step()
+        engines[0].cache.check_integrity(r.pages for r in requests)
+        turns += 1
+    assert [r.output.token_ids for r in requests] == want
+    abandoned = llms[True].request(PROMPTS[0], params[0])
+    engines[0].add(abandoned)
+    engines[0].step()
+    engines[0].cancel(abandoned)
+    assert [llms[True].generate([PROMPTS[1]], params[1], budget=8)[0].token_ids] == want[1:2]
+    llms[True].cache.check_integrity([])
+
+
 def test_settings_that_do_not_go_together():
     with pytest.raises(ValueError, match="graphs: rounds are replayed on one rank only"):
         LLM(graphs=True, tp=2)

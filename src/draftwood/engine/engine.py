@@ -17,7 +17,7 @@ from draftwood.cache.pages import OutOfPagesError
 from draftwood.cache.prefix import PrefixCache
 from draftwood.engine.buckets import BucketController
 from draftwood.engine.budget import BudgetController
-from draftwood.engine.graphs import GraphRunner, padded_size
+from draftwood.engine.graphs import Flight, GraphRunner, padded_size
 from draftwood.engine.outputs import RoundRecord, StreamEvent
 from draftwood.engine.report import RowResult
 from draftwood.engine.request import Request
@@ -75,6 +75,7 @@ class Launched:
 
     batch: list[Request]
     plan: RoundPlan
+    flight: Flight
 
 
 class Engine:
@@ -108,6 +109,7 @@ class Engine:
         )
         self._tables: list[list[int]] = []  # the requests' lists of pages that the runner has as rows
         self._shown: list[tuple[int, int]] = []  # which lists these are, and how long they were
+        self._begun = -1  # the runner's `begun` of that batch
         self._flying: deque[Launched] = deque()
         self._in_step = False
 
@@ -146,11 +148,13 @@ class Engine:
 
         Returns an event for each request in the rounds whose results are due: this one's, or the one's before where the
         runner works ahead. None while everything is being prefilled, or if there is no work.
+        A request for which memory does not suffice ends with an event that says so; of a round, the youngest. With several
+        ranks that is an error like others: see docs/parallel.md.
         Raises `OutOfPagesError` if nothing can be done since other engines hold the pages. After any error, `abort`.
         """
         self._in_step = True
         events: list[StreamEvent] = []
-        if self._flying and not self.scheduler.only_decodes(self._flying[-1].batch):
+        if self._flying and not (self._is_shown() and self.scheduler.only_decodes(self._flying[-1].batch)):
             events = self._land(0)
         self._in_step = False
         step = self.scheduler.step()
@@ -163,10 +167,10 @@ class Engine:
         for work in step.work:
             if isinstance(work, Copy):
                 self.runner.copy_page(work.source, work.target)
-            else:
-                self._prefill(work)
-        if step.batch:
-            events += self._round(step.batch)
+            elif not work.request.finished:
+                events += self._prefill(work)
+        if batch := [request for request in step.batch if not request.finished]:
+            events += self._round(batch)
         if not self.scheduler.active:
             events += self._land(0)
         self._in_step = False
@@ -174,9 +178,7 @@ class Engine:
 
     def abort(self) -> None:
         """Cancel every request. After an error in a step, nothing that they hold is reused."""
-        while self._replays is not None and self._flying:
-            self._flying.popleft()
-            self._replays.collect()
+        self._flying.clear()  # what they still write comes before what anyone will write
         for request in self.scheduler.requests():
             request.output.finish_reason = "cancelled"
             self.scheduler.leave(request, sound=not self._in_step)
@@ -186,29 +188,57 @@ class Engine:
         """Raise AssertionError unless every page is free, cached, or a running request's, and counted right."""
         self.cache.check_integrity(request.pages for request in self.scheduler.active)
 
-    def _prefill(self, work: Prefill) -> None:
+    def _prefill(self, work: Prefill) -> list[StreamEvent]:
+        """Events of those that end for want of memory."""
         request, started = work.request, time.perf_counter()
-        self.runner.prefill(request.tokens(work.start, work.stop), work.start, request.pages)
+        try:
+            self.runner.prefill(request.tokens(work.start, work.stop), work.start, request.pages)
+        except (RuntimeError, MemoryError) as e:
+            error = self._want_of_memory(e, f"prefilling positions {work.start} to {work.stop - 1}")
+            forked = [
+                one for one in self.scheduler.active if one.source is request and not one.output.token_ids
+            ]
+            return [self._fail(one, error) for one in (request, *forked)]
         request.output.prefill_seconds += time.perf_counter() - started
+        return []
+
+    def _fail(self, request: Request, error: str) -> StreamEvent:
+        self.scheduler.leave(request)
+        return request.fail(error)
+
+    def _want_of_memory(self, e: Exception, what: str) -> str:
+        """What is to be said of an error for want of memory; others are raised."""
+        if not (self.runner.recovers and is_out_of_memory(e)):
+            raise e
+        log.warning("out of memory while %s", what, exc_info=e)
+        return f"out of memory while {what}: {str(e).partition(chr(10))[0]}"
 
     # rounds
 
     def _round(self, batch: list[Request]) -> list[StreamEvent]:
         """Start a round of the batch; events of those whose results are due."""
-        self._show(batch)
-        plan = self._plan(len(batch))
-        if self._replays is None:
-            return self._book(batch, plan, self.runner.round(plan, trace=self.trace))
-        self._replays.launch(plan)
-        self._flying.append(Launched(batch, plan))
-        return self._land(self._replays.ahead)
+        try:
+            self._show(batch)
+            plan = self._plan(len(batch))
+            if self._replays is None:
+                outcome = self.runner.round(plan, trace=self.trace)
+            else:
+                self._flying.append(Launched(batch, plan, self._replays.launch(plan)))
+        except (RuntimeError, MemoryError) as e:
+            error = self._want_of_memory(e, f"decoding {len(batch)} requests together")
+            self._begun = -1  # the state may be anything
+            events = self._land(0)
+            youngest = [request for request in batch if not request.finished][-1:]
+            return events + [self._fail(request, error) for request in youngest]
+        return self._book(batch, plan, outcome) if self._replays is None else self._land(self._replays.ahead)
 
     def _land(self, left: int) -> list[StreamEvent]:
         """Wait for the oldest rounds in flight until no more than `left` are."""
         events: list[StreamEvent] = []
         while self._replays is not None and len(self._flying) > left:
             oldest = self._flying.popleft()
-            events += self._book(oldest.batch, oldest.plan, self._replays.collect(trace=self.trace))
+            outcome = self._replays.collect(oldest.flight, trace=self.trace)
+            events += self._book(oldest.batch, oldest.plan, outcome)
         return events
 
     def _book(self, batch: list[Request], plan: RoundPlan, outcome: RoundOutcome) -> list[StreamEvent]:
@@ -220,9 +250,15 @@ class Engine:
             if not request.finished
         ]
 
+    def _is_shown(self) -> bool:
+        """Whether the runner has this engine's last batch, and not that of another."""
+        return self.runner.begun == self._begun
+
     def _show(self, batch: list[Request]) -> None:
         """Let the runner know the batch: all of it if a request came or went, else the pages that are new."""
         shown = [(id(request.pages), len(request.pages)) for request in batch]
+        if not self._is_shown():
+            self._shown = []
         if shown == self._shown:
             return
         before, self._shown = self._shown, shown
@@ -239,6 +275,7 @@ class Engine:
         if controller is not None and not all(request.output.rounds for request in batch):
             controller.restart()
         self.runner.begin([request.row() for request in batch])
+        self._begun = self.runner.begun
 
     def _plan(self, batch: int) -> RoundPlan:
         s = self.speculation
@@ -294,6 +331,11 @@ class Engine:
         if outcome.padded_slots > 1 and going:
             promised = sum(outcome.rows[i].expected - 1 for i in going)
             controller.observe_draft(promised, sum(accepted), plan.depth, outcome.seconds)
+
+
+def is_out_of_memory(e: BaseException) -> bool:
+    """On a CPU, torch says so in words only."""
+    return isinstance(e, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(e)
 
 
 def _prune(controller: BudgetController, depth: int, tree: DraftTree) -> DraftTree:

@@ -8,7 +8,6 @@ Without CUDA the same steps run as they are written.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -93,7 +92,10 @@ class Replay(Generic[Result]):
 
 
 class GraphRunner(Runner):
-    """A runner whose rounds are replayed: `launch` starts one, `collect` waits for the oldest launched."""
+    """A runner whose rounds are replayed: `launch` starts one, `collect` waits for its results.
+
+    Several engines may share one; the device does what they ask for in that order. Who finds `begun` changed must begin anew.
+    """
 
     ahead = 1
     """Rounds that may be launched while the results of an earlier one are not known."""
@@ -107,14 +109,12 @@ class GraphRunner(Runner):
         self._pool = torch.cuda.graph_pool_handle() if self._cuda else None
         self._held: dict[tuple[torch.Size, ...], Held] = {}
         self._now: Held | None = None
-        self._flights: deque[Flight] = deque()
         self._waiting = 0  # plain rounds whose features are in the ring
 
     def begin(self, rows: Sequence[Row]) -> None:
-        """Decode these rows from the next round on; every round launched before must have been collected."""
-        if self._flights:
-            raise RuntimeError("a batch cannot change while a round is in flight")
+        """Decode these rows from the next round on. Rounds in flight may still be collected."""
         self.settle()
+        self.begun += 1
         self._rows = list(rows)
         state = self._padded(self._rows)
         self._now = self._hold(state)
@@ -122,7 +122,7 @@ class GraphRunner(Runner):
         torch.lt(torch.arange(len(state.root), device=self.device), len(rows), out=self._now.live)
         self._state = self._now.state
 
-    def launch(self, plan: RoundPlan) -> None:
+    def launch(self, plan: RoundPlan) -> Flight:
         """Start a round and return at once."""
         if self._now is None:
             raise RuntimeError("no batch has begun")
@@ -131,15 +131,15 @@ class GraphRunner(Runner):
         replay = self._round(self._now, plan, most_logprobs(self._rows))
         self._attach(self._now.ring)
         began = self._moment()
-        self._flights.append(self._send(replay(), began))
+        flight = self._send(replay(), began)
         if plan.slots == 1 and self._drafting is not None:
             self._waiting += 1
             if self._waiting == self._drafting.room:
                 self.settle()
+        return flight
 
-    def collect(self, *, trace: bool = False) -> RoundOutcome:
-        """The results of the oldest round launched; waits for them."""
-        flight = self._flights.popleft()
+    def collect(self, flight: Flight, *, trace: bool = False) -> RoundOutcome:
+        """The results of a round that was launched; waits for them."""
         seconds = _between(flight.began, flight.arrived)
         rows = row_results(flight.rows, flight.report, flight.scores, trace=trace)
         report = flight.report
@@ -147,8 +147,7 @@ class GraphRunner(Runner):
 
     def round(self, plan: RoundPlan, *, trace: bool = False) -> RoundOutcome:
         """Launch a round and wait for it."""
-        self.launch(plan)
-        return self.collect(trace=trace)
+        return self.collect(self.launch(plan), trace=trace)
 
     def prefill(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
         self.settle()  # what waits may belong to rows that these pages were taken from

@@ -32,6 +32,8 @@ class Call:
 class ParallelRunner:
     """Any runner, on the first of several ranks: its methods run on all of them, its other attributes are its own."""
 
+    recovers = False  # what one rank could not do, others may have done
+
     def __init__(self, local: Runner, world: World) -> None:
         self._local, self._world, self._number = local, world, next(world.numbers)
         weakref.finalize(self, world.retired.append, self._number)

@@ -50,8 +50,13 @@ class Runner:
     what is the same everywhere, never from clocks or chance.
     """
 
+    recovers = True
+    """Whether it can go on after a call that ran out of memory."""
+
     def __init__(self, stages: Stages, *, page_size: int, max_context: int, device: str) -> None:
         self.stages, self.page_size, self.max_context, self.device = stages, page_size, max_context, device
+        self.begun = 0
+        """Batches begun so far."""
         self._rows: list[Row] = []
         self._state: RoundState | None = None
 
@@ -85,6 +90,7 @@ class Runner:
     def begin(self, rows: Sequence[Row]) -> None:
         """Decode these rows from the next round on."""
         self.settle()
+        self.begun += 1
         self._rows = list(rows)
         self._state = self._state_of(self._rows, max_pages=-(-self.max_context // self.page_size))
 
