@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from draftwood.kernels.case import CaseError, Mismatch, make_case
 from draftwood.kernels.chip import Chip
 from draftwood.kernels.compile_case import CAPABILITIES
 from draftwood.kernels.moe.torch_impl import moe, route
-from draftwood.kernels.moe_int4 import cases, ref, torch_impl, triton_impl
+from draftwood.kernels.moe_int4 import cases, ref, torch_impl, triton_impl, triton_kernels
 from draftwood.kernels.run_case import run, to_numpy, torch_inputs, verify
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,6 +100,38 @@ def test_router_and_scales_wider_than_the_activations(impl):
         inputs[name] = inputs[name] * np.float32(1.001)
         tensors[name] = torch.from_numpy(inputs[name]).to(DEVICE)
     cases.compare(c, to_numpy(impl.moe_int4(**tensors)), ref.moe_int4(**inputs))
+
+
+def multiply_add(a, b, c, dtype):
+    a, b, c = (packed.view(dtype).double() for packed in (a, b, c))
+    return (a * b + c).to(dtype).view(torch.int32)
+
+
+PTX = {
+    "mov.b32": lambda a: a,
+    "shr.u32": lambda a, by: ((a.long() & 0xFFFFFFFF) >> by).int(),
+    "lop3.b32": lambda a, b, c, table: {0xEA: a & b | c}[int(table[0])],
+    "fma.rn.bf16x2": partial(multiply_add, dtype=torch.bfloat16),
+    "fma.rn.f16x2": partial(multiply_add, dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asm"), [(torch.bfloat16, triton_kernels._BF16), (torch.float16, triton_kernels._FP16)]
+)
+def test_instructions_that_unpack(dtype, asm):
+    """What Triton's interpreter can't run, by hand on every half of a word."""
+    halves = torch.arange(-(2**15), 2**15).to(torch.int16)
+    scale = torch.randn(2**16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    scale[:100] = 0
+    registers = {"$4": halves.view(torch.int32), "$5": scale.view(torch.int32)}
+    for instruction in asm.value.strip("{ ;}").split("; ")[1:]:
+        name, to, *given = instruction.replace(",", "").split()
+        constants = {a: torch.full((2**15,), int(a, 0)).int() for a in given if a[0].isdigit()}
+        registers[to] = PTX[name](*((registers | constants)[a] for a in given))
+    for j in range(4):
+        want = ((halves >> 4 * j & 15) - 8).float() * scale.float()
+        assert torch.equal(registers[f"${j}"].view(dtype), want.to(dtype))
 
 
 @pytest.mark.parametrize(("N", "n_sms", "parts"), [(1, 2, 2), (2, 100, 4)])

@@ -17,11 +17,11 @@ PER_HALF = tl.constexpr(4)
 HALVES_PER_GROUP = tl.constexpr(8)
 
 
-def _unpack(kind: str, magic: int, one: int, minus: int, minus_zero: int) -> tl.constexpr:
+def _unpack(kind: str, magic: int, one: int, minus: int) -> tl.constexpr:
     """PTX: two halves $4 and their scale, twice, $5 -> planes $0..$3 of two numbers each.
 
     The bits of a nibble below those of a power of two, `magic`, are that power plus the nibble; `minus` is minus the power, less
-    8. The sum is exact, so the product is rounded once.
+    8. Their sum is exact, so the product is rounded once: to it minus zero is added, which changes nothing.
     """
     planes = range(PER_HALF.value)
     lines = [
@@ -29,7 +29,7 @@ def _unpack(kind: str, magic: int, one: int, minus: int, minus_zero: int) -> tl.
         *(f"lop3.b32 ${j}, ${j}, 0x000f000f, 0x{magic:04x}{magic:04x}, 0xea;" for j in planes),
         *(
             f"mov.b32 {name}, 0x{bits:04x}{bits:04x};"
-            for name, bits in (("one", one), ("minus", minus), ("zero", minus_zero))
+            for name, bits in (("one", one), ("minus", minus), ("zero", 0x8000))
         ),
         *(f"fma.rn.{kind} ${j}, ${j}, one, minus;" for j in planes),
         *(f"fma.rn.{kind} ${j}, ${j}, $5, zero;" for j in planes),
@@ -37,8 +37,8 @@ def _unpack(kind: str, magic: int, one: int, minus: int, minus_zero: int) -> tl.
     return tl.constexpr("{ .reg .b32 one, minus, zero; " + " ".join(lines) + " }")
 
 
-_BF16 = _unpack("bf16x2", magic=0x4300, one=0x3F80, minus=0xC308, minus_zero=0x8000)
-_FP16 = _unpack("f16x2", magic=0x6400, one=0x3C00, minus=0xE408, minus_zero=0x8000)
+_BF16 = _unpack("bf16x2", magic=0x4300, one=0x3F80, minus=0xC308)
+_FP16 = _unpack("f16x2", magic=0x6400, one=0x3C00, minus=0xE408)
 
 
 @triton.jit
