@@ -14,7 +14,7 @@ from support.scripted import ScriptedDrafting
 from support.tiny import TARGET, write_target
 
 PROMPTS = [[3, 4, 5], [6], [7 + i % 30 for i in range(37)], [8, 9] * 9, [30, 20, 10]]
-NEW = 14
+NEW = 9
 
 SAMPLERS = {
     "greedy": {},

@@ -18,7 +18,10 @@ SCRIPT = Path(__file__).parents[1] / "support" / "triton_compile.py"
 
 @pytest.mark.parametrize(
     ("kernel", "impl"),
-    [*((k, "triton") for k in KERNELS if exists(k, "triton")), ("verify_attn", "triton_fixed")],
+    [
+        *((k, "triton") for k in KERNELS if exists(k, "triton")),
+        pytest.param("verify_attn", "triton_fixed", marks=pytest.mark.slow),
+    ],
 )
 def test_fits_every_chip(kernel, impl, tmp_path):
     facts = compiled(tmp_path, kernel, impl)
