@@ -43,7 +43,8 @@ class EngineConfig(BaseModel):
     page_size: int = Field(64, ge=1)
     """Positions per cache page; kernels on a GPU take 16, 32 and 64."""
     n_pages: int | None = Field(None, ge=1)
-    """Pages in the pool; None takes what max_batch requests of max_context tokens need."""
+    """Pages in the pool; None takes what max_batch requests of max_context tokens need, or what there is room for: on a GPU
+    what weights and rounds leave free, on a CPU 4 GiB per rank. A request that needs more than all of it is refused."""
     prefill_chunk: int = Field(256, ge=1)
     """Prompt tokens per prefill pass."""
     prefill_budget: int = Field(512, ge=1)

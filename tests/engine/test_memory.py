@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from draftwood import LLM, SamplingParams
+from draftwood.engine import pool_size
+from draftwood.engine.footprint import Layout, footprint
+from draftwood.engine.pool_size import choose_n_pages
 from draftwood.engine.runner import Runner
+from draftwood.parallel import ALONE
 from support.tiny import write_drafter, write_target
 
 PROMPTS = [[3, 4, 5], list(range(1, 30)), [6, 7]]
@@ -109,3 +113,69 @@ def test_other_errors_are_raised(llm, monkeypatch):
         engine.step()
     engine.abort()
     llm.cache.check_integrity([])
+
+
+class TestPool:
+    """The number of pages, from what there is room for."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def sizes(cls, folders):
+        llm = LLM(*folders, max_batch=2, max_context=64, page_size=16)
+        pools = llm.latents.pages.nbytes + llm.drafting.context.kv.nbytes
+        return llm, pools // llm.allocator.n_pages
+
+    def chosen(self, llm, **settings):
+        config = llm.config.model_copy(update=settings)
+        return choose_n_pages(
+            llm.target.config,
+            llm.drafting.drafter.config,
+            config,
+            max_context=config.max_context or 64,
+            ranks=ALONE,
+            dtype=llm.dtype,
+            device=llm.device,
+        )
+
+    def test_enough_for_every_request_where_there_is_room(self, sizes):
+        assert sizes[0].allocator.n_pages == 8
+
+    def test_what_fits_where_there_is_less(self, sizes, monkeypatch):
+        llm, page = sizes
+        monkeypatch.setattr(pool_size, "CPU_BYTES", 6 * page - 1)
+        assert self.chosen(llm) == 5
+        assert self.chosen(llm, n_pages=7) == 7
+        monkeypatch.setattr(pool_size, "CPU_BYTES", 3 * page)
+        assert self.chosen(llm, max_context=None) == 3
+        with pytest.raises(
+            ValueError, match=r"max_context: a request of 64 tokens takes .* room for .*n_pages"
+        ):
+            self.chosen(llm)
+        monkeypatch.setattr(pool_size, "CPU_BYTES", page - 1)
+        with pytest.raises(ValueError, match="page_size: a page of 16 tokens"):
+            self.chosen(llm, max_context=None)
+
+    def test_requests_that_the_pool_cannot_hold_are_refused(self, folders, sizes, monkeypatch):
+        monkeypatch.setattr(pool_size, "CPU_BYTES", 2 * sizes[1])
+        llm = LLM(*folders, max_batch=2, page_size=16)
+        assert llm.allocator.n_pages == 2
+        with pytest.raises(
+            ValueError, match="prompt 0 needs 3 cache pages with its max_new_tokens; the pool has 2"
+        ):
+            llm.generate([[1] * 20], SamplingParams(max_new_tokens=20))
+
+    def test_a_gpu_gives_what_rounds_leave(self, sizes, monkeypatch):
+        llm, page = sizes
+        takes = footprint(llm.target.config, llm.drafting.drafter.config, llm.config, Layout(itemsize=4))
+        assert takes.page_bytes == page
+        runtime, _ = takes.estimates
+        beside = sum(line.per_gpu for line in (*takes.scratch, runtime))
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (beside + 5 * page, 0))
+        monkeypatch.setattr(pool_size, "_least", lambda ranks, size: size)
+        monkeypatch.setattr(llm, "device", "cuda")
+        assert self.chosen(llm) == 5
+        assert self.chosen(llm, n_pages=8) == 8
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5 * page, 0))
+        with pytest.raises(ValueError, match=r"n_pages: 8 pages take .* of a GPU, and .* are free"):
+            self.chosen(llm, n_pages=8)

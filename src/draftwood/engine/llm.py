@@ -27,6 +27,7 @@ from draftwood.engine.graphs import GraphRunner
 from draftwood.engine.intake import Prompt, make_request, make_requests
 from draftwood.engine.outputs import RequestOutput, StreamEvent
 from draftwood.engine.parallel_runner import ParallelRunner, serve
+from draftwood.engine.pool_size import choose_n_pages
 from draftwood.engine.request import Request
 from draftwood.engine.runner import Runner
 from draftwood.engine.sampling_params import SamplingParams
@@ -154,20 +155,27 @@ class LLM:
             pack(self.target)
         self.choices = self.target.config.choices
         self.max_context = self._max_context()
-        pages_per_request = -(-self.max_context // self.config.page_size)
-        self.allocator = PageAllocator(self.config.n_pages or self.config.max_batch * pages_per_request)
+        drafting = None if drafter is None else self._load_drafter(drafter, yarn_rule)
+        n_pages = choose_n_pages(
+            self.target.config,
+            None if drafting is None else drafting[0].config,
+            self.config,
+            max_context=self.max_context,
+            ranks=self.world.ranks,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.allocator = PageAllocator(n_pages)
         self.cache = PrefixCache(self.allocator, self.config.page_size, enabled=self.config.prefix_cache)
         self.latents = LatentPool.allocate(
             self.target.config.num_hidden_layers,
-            self.allocator.n_pages,
+            n_pages,
             self.config.page_size,
             self.target.config.latent_dim,
             dtype=self.dtype,
             device=self.device,
         )
-        self.drafting: Drafting | None = (
-            None if drafter is None else self._load_drafter(resolve(drafter), yarn_rule)
-        )
+        self.drafting: Drafting | None = None if drafting is None else self._drafting_of(*drafting)
         self._controller: BudgetController | BucketController | None = None
         self._graph_runners: dict[bool, GraphRunner] = {}
 
@@ -323,7 +331,8 @@ class LLM:
             expert_parallel=self.config.expert_parallel,
         )
 
-    def _load_drafter(self, folder: Path, yarn_rule: YarnRule | None) -> Drafting:
+    def _load_drafter(self, path: str | Path, yarn_rule: YarnRule | None) -> tuple[Drafter, ScoreRule]:
+        folder = resolve(path)
         drafter = Drafter.from_folder(
             folder,
             target=self.target,
@@ -333,10 +342,10 @@ class LLM:
             yarn_rule=yarn_rule,
         )
         self.choices |= drafter.config.choices(yarn_rule)
-        return self._drafting_of(drafter, ScoreRule.from_folder(folder))
+        pack(drafter)
+        return drafter, ScoreRule.from_folder(folder)
 
     def _drafting_of(self, drafter: Drafter, rule: ScoreRule) -> Drafting:
-        pack(drafter)
         context = DraftContext.allocate(
             drafter.config.num_hidden_layers,
             self.allocator.n_pages,

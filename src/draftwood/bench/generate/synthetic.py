@@ -23,12 +23,14 @@ from draftwood.models.config import InnerNormEps, TargetConfig
 from draftwood.models.drafter import Drafter
 from draftwood.models.drafter_config import DrafterConfig
 from draftwood.models.json_config import read_json
+from draftwood.models.layers import pack
+from draftwood.models.rope import YarnRule
 from draftwood.models.shard import WHOLE
 from draftwood.models.target import Target
 from draftwood.models.tokenizer import Tokenizer
 from draftwood.models.weights import DTYPES, Header, Take, Weights
 from draftwood.round import Drafting, RoundState
-from draftwood.scores import NEUTRAL
+from draftwood.scores import NEUTRAL, ScoreRule
 
 MARGIN = 100.0
 """Logit of the token that follows; those of others are about 0."""
@@ -61,9 +63,8 @@ class SyntheticLLM(LLM):
     ) -> None:
         self._layers = layers
         # Coupled noise would reorder candidates whose order is imposed.
-        super().__init__(config, None, noise_coupled=False, **settings)
-        inner = None if drafter_config is None else self._random_drafter(Path(drafter_config))
-        self.imposed = ImposedDrafting(self.target.config.vocab_size, inner, self.device)
+        super().__init__(config, drafter_config, noise_coupled=False, **settings)
+        self.imposed = ImposedDrafting(self.target.config.vocab_size, self.drafting, self.device)
         self.drafting = self.imposed
 
     def _load_target(self, model: str | Path, inner_norm_eps: InnerNormEps) -> tuple[Tokenizer, Target]:
@@ -72,9 +73,9 @@ class SyntheticLLM(LLM):
         target = Target(config, Take(weights), kernels=self.kernels, device=weights.device)
         return NoText(config.vocab_size), target
 
-    def _random_drafter(self, file: Path) -> Drafting:
+    def _load_drafter(self, path: str | Path, yarn_rule: YarnRule | None) -> tuple[Drafter, ScoreRule]:
         target = self.target.config
-        values = read_json(file)
+        values = read_json(Path(path))
         nested = values.get("dflash_config") or values
         if nested.get("target_layer_ids") is not None:  # of the layers that are left
             nested["target_layer_ids"] = [
@@ -87,7 +88,8 @@ class SyntheticLLM(LLM):
         config.check_fits(target)
         weights = RandomWeights(target, self.dtype, torch.device(self.device))
         drafter = Drafter(config, Take(weights), kernels=self.kernels, device=weights.device)
-        return self._drafting_of(drafter, NEUTRAL)
+        pack(drafter)
+        return drafter, NEUTRAL
 
 
 def read_target_config(
