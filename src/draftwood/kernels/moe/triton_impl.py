@@ -248,7 +248,7 @@ def _routing_cases(chip: Chip, N: int, E: int, n_group: int) -> list[CompileCase
     splits, d_split = _router_splits(chip, N, E, d)
     tile = choose_tile(chip, 2, pairs, E)
     name = f"{N} tokens, {n_group} groups"
-    product: dict[str, Any] = {"x": "*bf16", "router": "*bf16", "parts": "*fp32", "N": "i32", "E": E, "d": d}
+    product: dict[str, Any] = {"x": "*bf16", "router": "*fp32", "parts": "*fp32", "N": "i32", "E": E, "d": d}
     product |= {"x_n": d, "router_e": d, "d_split": d_split}
     choice: dict[str, Any] = {"parts": "*fp32", "bias": "*fp32", "weights": "*fp32", "experts": "*i32"}
     choice |= {"N": "i32", "E": E, "scaling": "fp32"}

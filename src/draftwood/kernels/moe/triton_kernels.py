@@ -32,10 +32,13 @@ def logits(
         a = tl.load(x_at, mask=(n < N)[:, None] & (k < d)[None, :], other=0.0)
         w_at = router + e.to(tl.int64)[:, None] * router_e + k[None, :]
         w = tl.load(w_at, mask=(e < E)[:, None] & (k < d)[None, :], other=0.0)
-        if a.dtype == w.dtype:
-            acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
-        else:  # 16 bits times fp32: the former is exact in TF32, of the latter 2^-22 is lost
-            acc = tl.dot(a.to(tl.float32), tl.trans(w.to(tl.float32)), acc, input_precision="tf32x3")
+        if a.dtype == w.dtype or a.dtype == tl.float32:
+            acc = tl.dot(a, tl.trans(w.to(a.dtype)), acc, input_precision="ieee")
+        else:  # TF32 holds 16 bits, and fp32 in two parts but for 2^-20 of it
+            a, w = a.to(tl.float32), tl.trans(w.to(tl.float32))
+            high = (w.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+            acc = tl.dot(a, high, acc, input_precision="tf32")
+            acc = tl.dot(a, w - high, acc, input_precision="tf32")
     to = (tl.program_id(2).to(tl.int64) * N + n)[:, None] * E + e[None, :]
     tl.store(parts + to, acc, mask=(n < N)[:, None] & (e < E)[None, :])
 
