@@ -8,7 +8,7 @@ log softmax(a l / max(T, T0)). The numbers belong to a drafter and are fitted to
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -80,7 +80,7 @@ class ScoreRule(BaseModel):
 NEUTRAL = ScoreRule()
 
 
-@lru_cache(maxsize=64)
+@cache  # for good: recorded rounds read it
 def _on_device(noise: tuple[float, ...], depth: int, device: torch.device) -> Tensor:
     """gamma of depths 1 to `depth` [depth] f32; made once, because a round must not wait for the host."""
     gamma = [*noise[:depth], *[noise[-1]] * (depth - len(noise))]

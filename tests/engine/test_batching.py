@@ -264,6 +264,8 @@ def test_an_idle_engine_steps_and_a_request_runs_once(make):
     llm = make()
     engine, request = llm.engine(), llm.request([3], SamplingParams(max_new_tokens=1))
     assert engine.step() == []
+    with pytest.raises(ValueError, match="prompt 0: the request has not been added"):
+        engine.cancel(request)
     engine.add(request)
     run(engine)
     with pytest.raises(ValueError, match="prompt 0: the request has been added before"):

@@ -89,5 +89,12 @@ def test_rounds_are_capped():
     assert max(measured) <= 4096
 
 
+def test_a_largest_tree_that_is_no_bucket_is_one():
+    for largest, want in ((5, [1, 5]), (48, [1, 8, 16, 32, 48])):
+        controller = BucketController(flat, largest)
+        assert list(controller.slots) == want
+        assert max(play(controller, 1, flat, EASY, 30)) == largest
+
+
 def test_plain_only():
     assert play(BucketController(flat, 1), 4, flat, EASY, 5) == [1] * 5

@@ -70,12 +70,11 @@ def test_a_round_waits_for_nobody(llms):
     plan = RoundPlan(16, engine.speculation.depth, engine.speculation.top_k)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        runner.launch(plan)
-        runner.launch(plan)
+        flights = [runner.launch(plan), runner.launch(plan)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    runner.collect()
-    runner.collect()
+    for flight in flights:
+        runner.collect(flight)
     engine.abort()
 
 

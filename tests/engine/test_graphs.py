@@ -9,6 +9,7 @@ import torch
 
 from draftwood import LLM, SamplingParams
 from draftwood.drafting import RING, RingDrafting
+from draftwood.engine import graphs
 from draftwood.engine.graphs import GraphRunner, leaves
 from draftwood.engine.row import Row
 from draftwood.engine.runner import Runner
@@ -106,6 +107,26 @@ def test_state_stays_where_it_is(llm):
     assert [leaf.data_ptr() for leaf in leaves(held.state)] == places
     start(runner, [row(0, [3])])
     assert runner._now is not held
+
+
+def test_few_states_are_kept(llm, monkeypatch):
+    """Whatever is asked for: rows, penalties, and as many biases and stop tokens as one likes."""
+    monkeypatch.setattr(graphs, "MOST_HELD", 5)
+    runner = runner_of(llm, GraphRunner)
+    biases = [{"logit_bias": dict.fromkeys(range(n), 0.5)} for n in (0, 1, 5, 9, 17)]
+    first = None
+    for kept, params in enumerate([*biases, {"frequency_penalty": 0.5}, *biases], 1):
+        start(runner, [row(0, [3, 4, 5], **params)])
+        emitted = runner.round(TREE).rows[0].emitted
+        first = first or emitted
+        assert len(runner._held) == min(kept, 5)
+        assert any(held is runner._now for held in runner._held.values())
+    start(runner, [row(0, [3, 4, 5])])
+    assert runner.round(TREE).rows[0].emitted == first
+    for n in range(5):
+        start(runner, [replace(row(0, [3, 4, 5], logprobs=n), stop_ids=tuple(range(90, 90 + n)))])
+        runner.round(TREE)
+    assert {k for _, k in runner._now.rounds} == {None, 1, 2, 4}
 
 
 def test_rows_that_are_done_stand_still(llm):

@@ -8,6 +8,7 @@ import torch
 from draftwood import LLM, SamplingParams
 from draftwood.engine import pool_size
 from draftwood.engine.footprint import Layout, footprint
+from draftwood.engine.graphs import GraphRunner
 from draftwood.engine.pool_size import choose_n_pages
 from draftwood.engine.runner import Runner
 from draftwood.parallel import ALONE
@@ -103,6 +104,15 @@ def test_a_round_too_much_for_memory_ends_the_youngest(llm, monkeypatch):
     assert youngest.token_ids == want[2].token_ids[: len(youngest.token_ids)]
     assert 0 < len(youngest.token_ids) < 20
     llm.cache.check_integrity([])
+
+
+def test_a_tree_too_much_for_memory_is_never_picked(folders, monkeypatch):
+    llm = LLM(*folders, graphs=True, max_batch=1, page_size=16, max_budget=16)
+    failing(monkeypatch, GraphRunner, "time_round", ERRORS[0], lambda runner, batch, plan: plan.slots > 8)
+    output = llm.generate(PROMPTS[0], PARAMS)[0]
+    assert output.finish_reason == "length"
+    assert {record.padded_slots for record in output.rounds} <= {1, 8}
+    assert max(record.padded_slots for record in output.rounds) == 8
 
 
 def test_other_errors_are_raised(llm, monkeypatch):

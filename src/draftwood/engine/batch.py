@@ -88,7 +88,7 @@ def _sample_params(rows: Sequence[Row], vocab_size: int, split: bool, device: st
 
 
 def _padded(rows: list, fill: float) -> list:
-    """Rows of one width, a power of two: so batches have few shapes."""
-    longest = max(len(row) for row in rows)
-    width = 1 << (longest - 1).bit_length() if longest else 0
+    """Rows of one width, a power of two and at least 4: so batches have few shapes."""
+    longest = max(4, *(len(row) for row in rows))
+    width = 1 << (longest - 1).bit_length()
     return [row + [fill] * (width - len(row)) for row in rows]

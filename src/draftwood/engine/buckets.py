@@ -22,7 +22,7 @@ class BucketController:
     """Picks the slots of each round; `measure(batch, slots)` gives the seconds of a whole round, once per pair."""
 
     def __init__(self, measure: Callable[[int, int], float], largest: int) -> None:
-        self.slots = np.array([n for n in SLOTS if n == 1 or n <= largest])
+        self.slots = np.array([*(n for n in SLOTS if n < largest), largest])
         self._measure = measure
         self._cost: dict[int, np.ndarray] = {}  # batch -> seconds of each bucket, inf where it is too large
         self._reach = np.zeros(

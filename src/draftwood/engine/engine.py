@@ -133,8 +133,12 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """End a request wherever it stands, unless it has ended; its pages are free at once.
 
-        Its other samples go on. No event tells of it.
+        Its other samples go on. No event tells of it. Raises ValueError if it was never added.
         """
+        if request.arrival < 0:
+            raise ValueError(
+                f"prompt {request.index}: the request has not been added, and cannot be cancelled"
+            )
         if not request.finished:
             request.output.finish_reason = "cancelled"
             self.scheduler.leave(request)

@@ -31,6 +31,9 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 NOBODY = Row([0], [], [], 0, SamplingParams(max_new_tokens=1), ())
 """A row that pads: no pages, so nothing of it is ever written."""
 
+MOST_HELD = 32
+"""States kept with their recorded rounds; of more, the one that was not used for longest goes."""
+
 WARM_UPS, TIMED = 2, 3
 
 Moment = float | torch.cuda.Event
@@ -107,7 +110,7 @@ class GraphRunner(Runner):
         self._drafting: ReplayableDrafting | None = stages.drafting
         self._cuda = device.startswith("cuda")
         self._pool = torch.cuda.graph_pool_handle() if self._cuda else None
-        self._held: dict[tuple[torch.Size, ...], Held] = {}
+        self._held: dict[tuple[torch.Size, ...], Held] = {}  # the longest unused first
         self._now: Held | None = None
         self._waiting = 0  # plain rounds whose features are in the ring
 
@@ -185,11 +188,21 @@ class GraphRunner(Runner):
     def _hold(self, like: RoundState) -> Held:
         """The place for states of this shape; a new one takes `like` as its own."""
         key = tuple(leaf.shape for leaf in leaves(like))
-        if key not in self._held:
+        held = self._held.pop(key, None)
+        if held is None:
+            self._make_room()
             live = torch.zeros(len(like.root), dtype=torch.bool, device=self.device)
             ring = None if self._drafting is None else self._drafting.new_ring(len(like.root))
-            self._held[key] = Held(like, live, ring)
-        return self._held[key]
+            held = Held(like, live, ring)
+        self._held[key] = held
+        return held
+
+    def _make_room(self) -> None:
+        unused = [key for key, held in self._held.items() if held is not self._now]
+        for key in unused[: max(0, len(self._held) - MOST_HELD + 1)]:
+            if self._cuda:
+                torch.cuda.synchronize()  # a recording may be running
+            del self._held[key]
 
     def _round(self, held: Held, plan: RoundPlan, k: int | None) -> Replay[StepResult]:
         if (plan, k) not in held.rounds:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn, Self, cast
 
@@ -22,7 +23,7 @@ from draftwood.config import Budget, EngineConfig, Mode
 from draftwood.drafting import DFlashDrafting, RingDrafting
 from draftwood.engine.buckets import BucketController
 from draftwood.engine.budget import BudgetController, CostTable
-from draftwood.engine.engine import PLAIN, Engine, Speculation
+from draftwood.engine.engine import PLAIN, Engine, Speculation, is_out_of_memory
 from draftwood.engine.graphs import GraphRunner
 from draftwood.engine.intake import Prompt, make_request, make_requests
 from draftwood.engine.outputs import RequestOutput, StreamEvent
@@ -309,7 +310,16 @@ class LLM:
         """Time target passes of several sizes and drafts of every depth; rounds correct these numbers as they go."""
         if self.config.graphs:
             rounds = self._graph_runner(self.drafting)
-            return BucketController(lambda batch, n: rounds.time_round(batch, largest.plan(n)), largest.slots)
+
+            def seconds(batch: int, slots: int) -> float:
+                try:
+                    return rounds.time_round(batch, largest.plan(slots))
+                except (RuntimeError, MemoryError) as e:
+                    if slots == 1 or not is_out_of_memory(e):
+                        raise
+                    return inf  # never picked
+
+            return BucketController(seconds, largest.slots)
         runner = self._runner(self.drafting)
         sizes = tuple(n for n in TIMED_ROWS if n <= max(2, self.config.max_budget))
         drafts = [

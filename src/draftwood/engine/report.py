@@ -75,8 +75,9 @@ class RowResult:
 
 
 def most_logprobs(rows: Sequence[Row]) -> int | None:
-    """The k that serves every row; None if no row wants log-probabilities."""
-    return max((row.params.logprobs for row in rows if row.params.logprobs is not None), default=None)
+    """A k that serves every row, a power of two, so that few are in use; None if no row wants log-probabilities."""
+    most = max((row.params.logprobs for row in rows if row.params.logprobs is not None), default=None)
+    return None if most is None else 1 << (max(most, 1) - 1).bit_length()
 
 
 def row_results(
