@@ -157,13 +157,14 @@ def _constexprs(tile: Tile, d: int, I: int, alone: bool, in_pairs: bool) -> dict
 
 
 def compile_cases(capability: int) -> list[CompileCase]:
-    """See `draftwood.kernels.compile_case`: with the fewest pairs to a tile, and what holds most with the most pairs.
+    """See `draftwood.kernels.compile_case`: one product with the fewest pairs to a tile, one with the most.
 
     What is `moe`'s is compiled there.
     """
     chip = Chip(capability, 132)
-    few, many = _compile_cases(chip, 1, 512), _compile_cases(chip, 4096, 2048)
-    return [*few, many[0]]
+    gate_up, _, activate = _compile_cases(chip, 1, 512)
+    _, down, _ = _compile_cases(chip, 4096, 2048)
+    return [gate_up, activate, down]
 
 
 def _compile_cases(chip: Chip, N: int, I: int) -> list[CompileCase]:
