@@ -58,10 +58,10 @@ def test_hopeless_text_is_decoded_plainly():
 def test_acceptance_corrects_the_scores():
     boastful = BucketController(flat, 64)
     play(boastful, 1, flat, EASY, 100, accepts=0.25)
-    assert boastful.calibration == pytest.approx(0.25, abs=0.05)
+    assert boastful.calibration.value == pytest.approx(0.25, abs=0.05)
     honest = BucketController(flat, 64)
     play(honest, 1, flat, EASY, 100)
-    assert honest.calibration == pytest.approx(1.0, abs=0.01)
+    assert honest.calibration.value == pytest.approx(1.0, abs=0.01)
 
 
 def test_costs_follow_what_rounds_take():

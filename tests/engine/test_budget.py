@@ -49,7 +49,7 @@ def test_budget_learns_from_what_was_accepted():
     controller = BudgetController(CostTable(lambda n: 1.0, (1, 2, 4)), draft_seconds=[0.1])
     for _ in range(100):
         controller.observe_draft(2.0, 1, 1, {"draft": 0.1, "build": 0.1})
-    assert controller.calibration == pytest.approx(0.5, abs=0.02)
+    assert controller.calibration.value == pytest.approx(0.5, abs=0.02)
 
 
 def test_hopeless_text_costs_little():

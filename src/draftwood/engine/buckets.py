@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from draftwood.engine.budget import FORGET, FULL_EVERY, OUTLIER, Credit
+from draftwood.engine.budget import FORGET, FULL_EVERY, OUTLIER, Calibration, Credit
 
 SLOTS = (1, 8, 16, 32, 64, 128)
 """Tree buckets, root included; 1 is plain decoding."""
@@ -29,20 +29,14 @@ class BucketController:
             len(self.slots)
         )  # drafted tokens per request that scores promise, decayed means
         self._known = np.zeros(len(self.slots), bool)
-        self._promised = self._accepted = 1.0  # decayed sums; one token of good faith
         self._tokens = self._seconds = 0.0  # of drafted rounds, decayed means
         self._drafts = 0
-        self.credit = Credit()
-
-    @property
-    def calibration(self) -> float:
-        """Accepted tokens per token that the scores promised."""
-        return min(max(self._accepted / self._promised, 0.02), 4.0)
+        self.credit, self.calibration = Credit(), Calibration()
 
     def restart(self) -> None:
-        """A new request joins: other text may suit the drafter better, so half of the distrust goes."""
+        """A new request joins: other text may suit the drafter better."""
         self.credit.restart()
-        self._accepted = (self._accepted + self._promised) / 2
+        self.calibration.restart()
 
     def pick(self, batch: int) -> int:
         """Slots of the next round of so many rows."""
@@ -56,7 +50,7 @@ class BucketController:
         if not self._known[1:].any():
             return int(self.slots[allowed[-1]])
         rate = max(1 / cost[0], self._tokens / self._seconds)
-        worth = np.where(self._known, self.calibration * self._reach, 0.0) - rate * cost
+        worth = np.where(self._known, self.calibration.value * self._reach, 0.0) - rate * cost
         best = allowed[int(np.argmax(worth[allowed]))]
         if (
             self._drafts % FULL_EVERY == 0
@@ -80,9 +74,8 @@ class BucketController:
         weight = np.where(self._known[smaller], FORGET, 1.0)
         self._reach[smaller] += weight * (promised[self.slots[smaller] - 2] - self._reach[smaller])
         self._known[smaller] = True
-        self._promised += FORGET * (float(promised[-1]) - self._promised)
-        self._accepted += FORGET * (float(np.mean(accepted)) - self._accepted)
-        tokens = 1 + self.calibration * float(promised[-1])
+        self.calibration.observe(float(promised[-1]), float(np.mean(accepted)))
+        tokens = 1 + self.calibration.value * float(promised[-1])
         self._tokens += FORGET * (tokens - self._tokens)
         self._seconds += FORGET * (float(cost[i]) - self._seconds)
         self.credit.spend(float(tokens - cost[i] / cost[0]))

@@ -88,6 +88,26 @@ class Credit:
         return True
 
 
+class Calibration:
+    """Accepted tokens per token that the scores promised: decayed sums, with one token of good faith."""
+
+    def __init__(self) -> None:
+        self._promised = self._accepted = 1.0
+
+    @property
+    def value(self) -> float:
+        return min(max(self._accepted / self._promised, 0.02), 4.0)
+
+    def restart(self) -> None:
+        """Another text: half of the distrust goes."""
+        self._accepted = (self._accepted + self._promised) / 2
+
+    def observe(self, promised: float, accepted: float) -> None:
+        """Tokens that a draft's scores promised, uncorrected and roots excluded, and tokens accepted."""
+        self._promised += FORGET * (promised - self._promised)
+        self._accepted += FORGET * (accepted - self._accepted)
+
+
 class BudgetController:
     """Picks depth and slots of each round for a whole batch; `draft_seconds` are those of drafting 1, 2, ... tokens deep."""
 
@@ -96,19 +116,13 @@ class BudgetController:
         # tokens and verify seconds of each depth, decayed means
         self._depths = np.zeros((2, len(draft_seconds)))
         self._tokens = self._seconds = 0.0  # of drafted rounds, decayed means
-        self._promised = self._accepted = 1.0  # decayed sums; one token of good faith
         self._drafts = self._newest_slots = 0
-        self.credit = Credit()
-
-    @property
-    def calibration(self) -> float:
-        """Accepted tokens per token that the scores promised."""
-        return min(max(self._accepted / self._promised, 0.02), 4.0)
+        self.credit, self.calibration = Credit(), Calibration()
 
     def restart(self) -> None:
-        """A new request joins: other text may suit the drafter better, so half of the distrust goes."""
+        """A new request joins: other text may suit the drafter better."""
         self.credit.restart()
-        self._accepted = (self._accepted + self._promised) / 2
+        self.calibration.restart()
 
     def wants_draft(self) -> bool:
         """Whether the next round should draft at all."""
@@ -129,7 +143,7 @@ class BudgetController:
         Where that costs more credit than there is, the rounds to come pause drafting.
         """
         tree = tree.numpy()
-        chances = reach(tree, self.calibration)
+        chances = reach(tree, self.calibration.value)
         plain = self.cost(tree.B)
         # tokens of one request a second
         rate = max(1 / plain, self._tokens / self._seconds if self._seconds else 0.0)
@@ -164,8 +178,7 @@ class BudgetController:
 
     def observe_draft(self, promised: float, accepted: int, depth: int, seconds: Mapping[str, float]) -> None:
         """A round drafted `depth` deep: tokens its scores promised, uncorrected and roots excluded, and tokens accepted."""
-        self._promised = (1 - FORGET) * self._promised + FORGET * promised
-        self._accepted = (1 - FORGET) * self._accepted + FORGET * accepted
+        self.calibration.observe(promised, accepted)
         known = self.draft_seconds[depth - 1]
         took = min(seconds["draft"] + seconds["build"], OUTLIER * known)
         self.draft_seconds *= 1 + FORGET * (took / known - 1)  # what slows one depth down slows them all
