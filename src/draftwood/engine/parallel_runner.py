@@ -51,10 +51,9 @@ class ParallelRunner:
             method,
             tuple(map(_without_host, arguments)),
             {name: _without_host(option) for name, option in options.items()},
-            tuple(world.retired),
+            tuple(world.retired.pop() for _ in range(len(world.retired))),
         )
         with world.together():
-            world.retired.clear()
             world.send(call)
             return getattr(self._local, method)(*arguments, **options)
 
