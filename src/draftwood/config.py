@@ -37,14 +37,14 @@ class EngineConfig(BaseModel):
     depth: int | None = Field(None, ge=1)
     """Draft depth; None takes all the drafter can (block_size - 1)."""
     max_context: int | None = Field(None, ge=2)
-    """Tokens per request, prompt and output together; None takes the model's own limit."""
+    """Tokens per request, prompt and output together; None takes the model's own limit, or what the whole pool holds."""
     max_batch: int = Field(8, ge=1)
     """Requests decoded together."""
     page_size: int = Field(64, ge=1)
     """Positions per cache page; kernels on a GPU take 16, 32 and 64."""
     n_pages: int | None = Field(None, ge=1)
     """Pages in the pool; None takes what max_batch requests of max_context tokens need, or what there is room for: on a GPU
-    what weights and rounds leave free, on a CPU 4 GiB per rank. A request that needs more than all of it is refused."""
+    what weights and rounds leave free, on a CPU 4 GiB per rank."""
     prefill_chunk: int = Field(256, ge=1)
     """Prompt tokens per prefill pass."""
     prefill_budget: int = Field(512, ge=1)

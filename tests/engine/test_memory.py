@@ -165,14 +165,15 @@ class TestPool:
         with pytest.raises(ValueError, match="page_size: a page of 16 tokens"):
             self.chosen(llm, max_context=None)
 
-    def test_requests_that_the_pool_cannot_hold_are_refused(self, folders, sizes, monkeypatch):
+    def test_the_context_is_what_the_pool_holds(self, folders, sizes, monkeypatch, caplog):
         monkeypatch.setattr(pool_size, "CPU_BYTES", 2 * sizes[1])
         llm = LLM(*folders, max_batch=2, page_size=16)
-        assert llm.allocator.n_pages == 2
-        with pytest.raises(
-            ValueError, match="prompt 0 needs 3 cache pages with its max_new_tokens; the pool has 2"
-        ):
-            llm.generate([[1] * 20], SamplingParams(max_new_tokens=20))
+        assert (llm.allocator.n_pages, llm.max_context) == (2, 32)
+        assert "room for 32 tokens of the model's 256" in caplog.text
+        with pytest.raises(ValueError, match="prompt 0 has 32 tokens; the context holds 32"):
+            llm.generate([[1] * 32])
+        output = llm.generate([[1] * 20], SamplingParams(max_new_tokens=20, ignore_eos=True))[0]
+        assert (output.finish_reason, len(output.token_ids)) == ("length", 12)
 
     def test_a_gpu_gives_what_rounds_leave(self, sizes, monkeypatch):
         llm, page = sizes

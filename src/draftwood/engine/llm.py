@@ -6,6 +6,7 @@ LLM().generate(["def fibonacci(n):"], SamplingParams(max_new_tokens=64))
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -45,6 +46,8 @@ from draftwood.models.weights import Progress
 from draftwood.parallel import over_vocabulary
 from draftwood.round import Drafting, RoundPlan, Stages
 from draftwood.scores import ScoreRule
+
+log = logging.getLogger(__name__)
 
 TIMED_ROWS = (1, 2, 4, 6, 7, 8, 12, 13, 16, 18, 24, 32, 48, 64, 96, 128)
 """Sizes of the passes timed for budget "auto": closer where products have steps, every 6 rows on some CPUs."""
@@ -166,6 +169,13 @@ class LLM:
             dtype=self.dtype,
             device=self.device,
         )
+        if self.config.n_pages is None and n_pages * self.config.page_size < self.max_context:
+            limit, self.max_context = self.max_context, n_pages * self.config.page_size
+            log.warning(
+                "the cache has room for %d tokens of the model's %d: that is max_context",
+                self.max_context,
+                limit,
+            )
         self.allocator = PageAllocator(n_pages)
         self.cache = PrefixCache(self.allocator, self.config.page_size, enabled=self.config.prefix_cache)
         self.latents = LatentPool.allocate(
