@@ -121,7 +121,10 @@ def test_other_errors_are_raised(llm, monkeypatch):
     engine.add(llm.request(PROMPTS[0], PARAMS))
     with pytest.raises(RuntimeError, match="some fault"):
         engine.step()
+    with pytest.raises(RuntimeError, match="abort it first"):
+        engine.step()
     engine.abort()
+    assert engine.step() == []
     llm.cache.check_integrity([])
 
 

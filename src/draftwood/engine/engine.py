@@ -154,8 +154,13 @@ class Engine:
         runner works ahead. None while everything is being prefilled, or if there is no work.
         A request for which memory does not suffice ends with an event that says so; of a round, the youngest. With several
         ranks that is an error like others: see docs/parallel.md.
-        Raises `OutOfPagesError` if nothing can be done since other engines hold the pages. After any error, `abort`.
+        Raises `OutOfPagesError` if nothing can be done since other engines hold the pages; that may be tried again. After any
+        other error, `abort`: until then a step raises RuntimeError.
         """
+        if self._in_step:
+            raise RuntimeError(
+                "an earlier step of this engine failed, and what its requests hold is in doubt: abort it first"
+            )
         self._in_step = True
         events: list[StreamEvent] = []
         if self._flying and not (self._is_shown() and self.scheduler.only_decodes(self._flying[-1].batch)):
