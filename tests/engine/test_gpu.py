@@ -59,7 +59,7 @@ def test_same_tokens(llms, how):
 
 
 def test_a_round_waits_for_nobody(llms):
-    """Nothing between launching a recorded round and reading its results waits for the device."""
+    """Nothing between launching a recorded round and reading its results waits for the device, nor do new pages."""
     llm = llms[True]
     llm.generate(PROMPTS[:1], PARAMS[:1], budget=16)  # records
     engine = llm.engine(budget=16)
@@ -70,7 +70,9 @@ def test_a_round_waits_for_nobody(llms):
     plan = RoundPlan(16, engine.speculation.depth, engine.speculation.top_k)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        flights = [runner.launch(plan), runner.launch(plan)]
+        flights = [runner.launch(plan)]
+        runner.set_pages([(0, 0, engine.scheduler.active[0].pages[0])])
+        flights.append(runner.launch(plan))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for flight in flights:

@@ -103,7 +103,10 @@ class Runner:
         """Rows of the batch have got more pages: (row, column of its page table, page)."""
         if self._state is None:
             raise RuntimeError("no batch has begun")
-        rows, columns, pages = torch.tensor(entries, device=self.device).T
+        told = torch.tensor(entries)
+        if self.device.startswith("cuda"):
+            told = told.pin_memory()  # from other memory the copy would wait for the rounds in flight
+        rows, columns, pages = told.to(self.device, non_blocking=True).T
         self._state.page_table[rows, columns] = pages.int()
 
     def round(self, plan: RoundPlan, *, trace: bool = False) -> RoundOutcome:
