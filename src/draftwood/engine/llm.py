@@ -24,6 +24,7 @@ from draftwood.config import Budget, EngineConfig, Mode
 from draftwood.drafting import DFlashDrafting, RingDrafting
 from draftwood.engine.buckets import BucketController
 from draftwood.engine.budget import BudgetController, CostTable
+from draftwood.engine.devices import choose_device, choose_dtype
 from draftwood.engine.engine import PLAIN, Engine, Speculation, is_out_of_memory
 from draftwood.engine.graphs import GraphRunner
 from draftwood.engine.intake import Prompt, make_request, make_requests
@@ -108,8 +109,8 @@ class LLM:
             model, drafter = bundled.pair()
         if drafter is None and yarn_rule is not None:
             raise ValueError("yarn_rule: given without a drafter, whose positions it is about")
-        self.device = _device(device)
-        self.dtype = _dtype(dtype, self.device)
+        self.device = choose_device(device)
+        self.dtype = choose_dtype(dtype, self.device)
         if self.config.deterministic and self.dtype == torch.float64 and self.device == "cuda":
             raise ValueError("deterministic: on a GPU in float32 and bfloat16, not in float64")
         self.world = World.open(self.config.tp, self.device, again)
@@ -385,22 +386,3 @@ class LLM:
                 f"max_context: {self.config.max_context} is beyond the model's {limit} positions"
             )
         return self.config.max_context or limit
-
-
-def _device(device: str) -> str:
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f'device: expected "auto", "cpu" or "cuda", got "{device}"')
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device: cuda was asked for and torch finds no CUDA device")
-    return device
-
-
-def _dtype(dtype: str, device: str) -> torch.dtype:
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-    if dtype == "auto":
-        return torch.bfloat16 if device == "cuda" else torch.float32
-    if dtype not in known:
-        raise ValueError(f"dtype: expected auto, {', '.join(known)}, got {dtype}")
-    return known[dtype]
