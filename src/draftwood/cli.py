@@ -170,7 +170,7 @@ def _errors_named() -> Iterator[None]:
 
 
 def _print_error(message: str) -> None:
-    stderr.print(f"error: {fit_for(sys.stderr, message)}", style="red", markup=False)
+    stderr.print(f"error: {fit_for(sys.stderr, message)}", style="red", markup=False, soft_wrap=True)
 
 
 app.command()(_errors_named()(chat))
