@@ -11,7 +11,7 @@ demo: $(VENV)/.installed
 	$(BIN)/draftwood generate "def fibonacci(n):" --compare
 
 test: $(VENV)/.tested
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.linted
 	$(BIN)/ruff check .
