@@ -25,9 +25,8 @@ class BucketController:
         self.slots = np.array([*(n for n in SLOTS if n < largest), largest])
         self._measure = measure
         self._cost: dict[int, np.ndarray] = {}  # batch -> seconds of each bucket, inf where it is too large
-        self._reach = np.zeros(
-            len(self.slots)
-        )  # drafted tokens per request that scores promise, decayed means
+        # drafted tokens per request that scores promise, decayed means
+        self._reach = np.zeros(len(self.slots))
         self._known = np.zeros(len(self.slots), bool)
         self._tokens = self._seconds = 0.0  # of drafted rounds, decayed means
         self._drafts = 0
@@ -52,9 +51,8 @@ class BucketController:
         rate = max(1 / cost[0], self._tokens / self._seconds)
         worth = np.where(self._known, self.calibration.value * self._reach, 0.0) - rate * cost
         best = allowed[int(np.argmax(worth[allowed]))]
-        if (
-            self._drafts % FULL_EVERY == 0
-        ):  # whether the next larger one would bring more can only be seen there
+        # whether the next larger one would bring more can only be seen there
+        if self._drafts % FULL_EVERY == 0:
             best = allowed[min(int(np.searchsorted(allowed, best)) + 1, len(allowed) - 1)]
         return int(self.slots[best])
 

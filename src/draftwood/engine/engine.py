@@ -33,6 +33,10 @@ MAX_CANDIDATES = 32
 """Candidates per depth at most; siblings past this rank practically never pay."""
 
 
+Controller = BudgetController | BucketController
+"""Of budget "auto": the first sees each tree before it decides, the second must know the size of a round before it runs."""
+
+
 @dataclass(frozen=True)
 class Speculation:
     """How rounds draft. `controller` is set for budget "auto", and then `slots` is the largest tree."""
@@ -40,20 +44,14 @@ class Speculation:
     slots: int  # root included; 1 is plain decoding
     depth: int
     top_k: int
-    controller: BudgetController | BucketController | None = None
+    controller: Controller | None = None
 
     @classmethod
     def chain(cls, depth: int) -> Speculation:
         return cls(depth + 1, depth, 1)
 
     @classmethod
-    def tree(
-        cls,
-        slots: int,
-        depth: int,
-        vocab: int,
-        controller: BudgetController | BucketController | None = None,
-    ) -> Speculation:
+    def tree(cls, slots: int, depth: int, vocab: int, controller: Controller | None = None) -> Speculation:
         if slots == 1:
             return PLAIN
         return cls(slots, min(depth, slots - 1), min(slots - 1, MAX_CANDIDATES, vocab), controller)
@@ -289,7 +287,7 @@ class Engine:
     def _plan(self, batch: int) -> RoundPlan:
         s = self.speculation
         if s.controller is None:
-            return RoundPlan(s.slots, s.depth, s.top_k)
+            return s.plan(s.slots)
         if isinstance(s.controller, BucketController):
             return s.plan(s.controller.pick(padded_size(batch)))
         if not s.controller.wants_draft():

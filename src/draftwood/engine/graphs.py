@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from draftwood.config import MAX_REPLAYED_BATCH
 from draftwood.drafting import ReplayableDrafting, Ring
 from draftwood.engine.report import RoundReport, TokenScores, most_logprobs, row_results
 from draftwood.engine.row import Row
@@ -25,7 +26,7 @@ from draftwood.kernels.tree_accept import Done
 from draftwood.parallel import packed, unpacked
 from draftwood.round import RoundPlan, RoundState, Stages, decode_round
 
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+BATCHES = tuple(1 << i for i in range(MAX_REPLAYED_BATCH.bit_length()))
 """Sizes a batch is padded to."""
 
 NOBODY = Row([0], [], [], 0, SamplingParams(max_new_tokens=1), ())

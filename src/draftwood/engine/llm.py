@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, NoReturn, Self, cast
+from typing import Any, NoReturn, Self, TypeVar, cast
 
 import torch
 
@@ -25,7 +25,7 @@ from draftwood.drafting import DFlashDrafting, RingDrafting
 from draftwood.engine.buckets import BucketController
 from draftwood.engine.budget import BudgetController, CostTable
 from draftwood.engine.devices import choose_device, choose_dtype
-from draftwood.engine.engine import PLAIN, Engine, Speculation, is_out_of_memory
+from draftwood.engine.engine import PLAIN, Controller, Engine, Speculation, is_out_of_memory
 from draftwood.engine.graphs import GraphRunner
 from draftwood.engine.intake import Prompt, make_request, make_requests
 from draftwood.engine.outputs import RequestOutput, StreamEvent
@@ -49,6 +49,8 @@ from draftwood.round import Drafting, RoundPlan, Stages
 from draftwood.scores import ScoreRule
 
 log = logging.getLogger(__name__)
+
+AnyRunner = TypeVar("AnyRunner", bound=Runner)
 
 TIMED_ROWS = (1, 2, 4, 6, 7, 8, 12, 13, 16, 18, 24, 32, 48, 64, 96, 128)
 """Sizes of the passes timed for budget "auto": closer where products have steps, every 6 rows on some CPUs."""
@@ -130,7 +132,7 @@ class LLM:
         raise SystemExit(0)
 
     def _counterpart(self, drafts: bool, noise_coupled: bool) -> Runner:
-        return self._local_runner(self.drafting if drafts else None, noise_coupled)
+        return self._local_runner(self.drafting if drafts else None, noise_coupled, Runner)
 
     def close(self) -> None:
         """End the processes of the other ranks; an engine of one rank has nothing to close."""
@@ -188,7 +190,7 @@ class LLM:
             device=self.device,
         )
         self.drafting: Drafting | None = None if drafting is None else self._drafting_of(*drafting)
-        self._controller: BudgetController | BucketController | None = None
+        self._controller: Controller | None = None
         self._graph_runners: dict[bool, GraphRunner] = {}
 
     def generate(
@@ -280,24 +282,21 @@ class LLM:
     def _runner(self, drafting: Drafting | None) -> Runner:
         if self.config.graphs:
             return self._graph_runner(drafting)
-        runner = self._local_runner(drafting, self.config.noise_coupled)
+        runner = self._local_runner(drafting, self.config.noise_coupled, Runner)
         return runner if self.config.tp == 1 else cast(Runner, ParallelRunner(runner, self.world))
 
     def _graph_runner(self, drafting: Drafting | None) -> GraphRunner:
         """The one for this drafting: what it has recorded is worth keeping."""
         drafts = drafting is not None
         if drafts not in self._graph_runners:
-            stages = Stages(self.target, self.latents, drafting, self.kernels, self.config.noise_coupled)
-            self._graph_runners[drafts] = GraphRunner(
-                stages, page_size=self.config.page_size, max_context=self.max_context, device=self.device
-            )
+            self._graph_runners[drafts] = self._local_runner(drafting, self.config.noise_coupled, GraphRunner)
         return self._graph_runners[drafts]
 
-    def _local_runner(self, drafting: Drafting | None, noise_coupled: bool) -> Runner:
+    def _local_runner(
+        self, drafting: Drafting | None, noise_coupled: bool, kind: type[AnyRunner]
+    ) -> AnyRunner:
         stages = Stages(self.target, self.latents, drafting, self.kernels, noise_coupled)
-        return Runner(
-            stages, page_size=self.config.page_size, max_context=self.max_context, device=self.device
-        )
+        return kind(stages, page_size=self.config.page_size, max_context=self.max_context, device=self.device)
 
     def _speculation(self, mode: Mode, budget: Budget) -> Speculation:
         if mode == "plain":
@@ -317,7 +316,7 @@ class LLM:
         return Speculation.tree(self.config.max_budget, depth, vocab, self._controller)
 
     @torch.inference_mode()
-    def _calibrate(self, largest: Speculation) -> BudgetController | BucketController:
+    def _calibrate(self, largest: Speculation) -> Controller:
         """Time target passes of several sizes and drafts of every depth; rounds correct these numbers as they go."""
         if self.config.graphs:
             rounds = self._graph_runner(self.drafting)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -18,24 +20,11 @@ def moe(
     gate_up: Tensor,
     down: Tensor,
     *,
-    top_k: int,
-    n_group: int = 1,
-    topk_group: int = 1,
-    norm_topk_prob: bool = True,
-    scaling: float = 1.0,
     first_expert: int = 0,
+    **routing: Any,
 ) -> Tensor:
     """See `draftwood.kernels.moe.moe`. Reads the experts' loads on the host, which waits for the device on a GPU."""
-    weights, experts = route(
-        x,
-        router,
-        bias,
-        top_k=top_k,
-        n_group=n_group,
-        topk_group=topk_group,
-        norm_topk_prob=norm_topk_prob,
-        scaling=scaling,
-    )
+    weights, experts = route(x, router, bias, **routing)
     own = range(first_expert, first_expert + len(down))
     return run_experts(x, weights, experts, gate_up.__getitem__, down.__getitem__, own)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,24 +20,11 @@ def moe(
     gate_up: Tensor,
     down: Tensor,
     *,
-    top_k: int,
-    n_group: int = 1,
-    topk_group: int = 1,
-    norm_topk_prob: bool = True,
-    scaling: float = 1.0,
     first_expert: int = 0,
+    **routing: Any,
 ) -> Tensor:
     """See `draftwood.kernels.moe.moe`. Reads the experts' loads on the host, which waits for the device on a GPU."""
-    weights, experts = route(
-        x,
-        router,
-        bias,
-        top_k=top_k,
-        n_group=n_group,
-        topk_group=topk_group,
-        norm_topk_prob=norm_topk_prob,
-        scaling=scaling,
-    )
+    weights, experts = route(x, router, bias, **routing)
     matrices = gate_up.__getitem__, down.__getitem__
     own = None if len(down) == len(router) else range(first_expert, first_expert + len(down))
     return run_experts(x, weights, experts, *matrices, own)

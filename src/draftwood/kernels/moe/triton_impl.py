@@ -30,26 +30,15 @@ def moe(
     gate_up: Tensor,
     down: Tensor,
     *,
-    top_k: int,
-    n_group: int = 1,
-    topk_group: int = 1,
-    norm_topk_prob: bool = True,
-    scaling: float = 1.0,
     first_expert: int = 0,
+    **routing: Any,
 ) -> Tensor:
     """See `draftwood.kernels.moe.moe`.
 
     bf16, fp16 and fp32. Raises `TypeError` for another dtype and `ValueError` where the rows of a matrix are not
     contiguous.
     """
-    options: dict[str, Any] = {
-        "top_k": top_k,
-        "n_group": n_group,
-        "topk_group": topk_group,
-        "norm_topk_prob": norm_topk_prob,
-        "scaling": scaling,
-    }
-    return run(x, router, bias, gate_up, down, first_expert, **options)
+    return run(x, router, bias, gate_up, down, first_expert, **routing)
 
 
 def run(

@@ -6,13 +6,14 @@ pairs each unpack their own expert; many go through every expert, with weight 0 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
-from draftwood.kernels.moe.torch_impl import route, run_experts
+from draftwood.kernels.moe.torch_impl import Matrices, route, run_experts
 from draftwood.kernels.moe_int4 import GROUP
 
 _AT_ONCE = 1 << 28
@@ -44,10 +45,15 @@ def moe_int4(
         x,
         weights,
         experts,
-        lambda e: dequantise(gate_up_packed[e], gate_up_scale[e], weights.dtype),
-        lambda e: dequantise(down_packed[e], down_scale[e], weights.dtype),
+        one_by_one(gate_up_packed, gate_up_scale, weights.dtype),
+        one_by_one(down_packed, down_scale, weights.dtype),
         own,
     )
+
+
+def one_by_one(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Matrices:
+    """The experts' matrices, each unpacked when it is asked for."""
+    return lambda e: dequantise(packed[e], scale[e], dtype)
 
 
 def dequantise(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -90,15 +96,15 @@ def all_experts(
     down_packed: Tensor,
     down_scale: Tensor,
     own: range | None = None,
+    multiply: Callable[[Tensor, Tensor], Tensor] = linear,
 ) -> Tensor:
     """The same by way of every expert, or those of `own`, and every token. A token that is not finite stays by itself."""
     own = own or range(len(gate_up_packed))
     out = torch.zeros_like(x, dtype=weights.dtype)
     for e, expert in enumerate(own):
         here = experts == expert  # [N, top_k], once per row at most
-        gate_up = dequantise(gate_up_packed[e], gate_up_scale[e], x.dtype)
-        gate, up = torch.mm(x, gate_up.t()).chunk(2, 1)
-        y = torch.mm(silu(gate).mul_(up), dequantise(down_packed[e], down_scale[e], x.dtype).t())
+        gate, up = multiply(x, dequantise(gate_up_packed[e], gate_up_scale[e], x.dtype)).chunk(2, 1)
+        y = multiply(silu(gate).mul_(up), dequantise(down_packed[e], down_scale[e], x.dtype))
         scale = torch.where(here, weights, 0).sum(1, keepdim=True)
         out += torch.where(here.any(1, keepdim=True), y * scale, 0)
     return out.to(x.dtype)
