@@ -17,6 +17,7 @@ from draftwood.config import EngineConfig
 
 if TYPE_CHECKING:
     from draftwood.engine.footprint import Footprint, Layout
+    from draftwood.models.config import TargetConfig
 
 GIB = 2**30
 
@@ -84,7 +85,9 @@ def _machine(console: Console) -> bool:
 
     from draftwood import bundled
     from draftwood.kernels import KERNELS, KernelUnavailableError
+    from draftwood.kernels.chip import chip_of
     from draftwood.kernels.registry import choose
+    from draftwood.kernels.specialised import Use
 
     machine = Table("what", "here", title="machine", title_justify="left")
     machine.add_row("draftwood", _version("draftwood"))
@@ -109,11 +112,16 @@ def _machine(console: Console) -> bool:
         title_justify="left",
     )
     missing = False
+    capability = chip_of(torch.device("cuda")).capability if device == "cuda" else 0
+    kimi = Use(capability, "bfloat16", value_dim=512, rope_dim=64, page=64)
     for kernel in KERNELS:
         try:
-            choice = choose(kernel, device)
+            choice = choose(kernel, device, use=kimi)
             fixed = choose(kernel, device, deterministic=True)
+            other = choose(kernel, device)
             kernels.add_row(kernel, choice.impl, choice.reason, fixed.impl)
+            if other.impl != choice.impl:
+                kernels.add_row(f"{kernel}, elsewhere", other.impl, other.reason, fixed.impl)
         except KernelUnavailableError as e:
             kernels.add_row(kernel, "none", str(e), "none")
             missing = True
@@ -168,9 +176,22 @@ def _fits(
         choices |= draft.choices()
     for setting, choice in choices.items():
         console.print(f"{setting}: {choice}", markup=False)
+    _print_attention(console, target, engine)
     takes = footprint(target, draft, engine, layout, target_specs=target_specs, drafter_specs=draft_specs)
     _print_parts(console, takes, layout)
     return _print_cache(console, takes, engine, engine.max_context or limit, *_memory(memory_gib))
+
+
+def _print_attention(console: Console, target: TargetConfig, engine: EngineConfig) -> None:
+    """On a GPU, which `verify_attn` this target gets; it is the kernel of which there are several."""
+    from draftwood.engine.devices import attention_use, choose_device, choose_dtype
+    from draftwood.kernels.registry import choose
+
+    device = choose_device("auto")
+    use = attention_use(target, choose_dtype("auto", device), device, engine.page_size)
+    if use is not None:
+        choice = choose("verify_attn", device, use=use)
+        console.print(f"verify_attn: {choice.impl}, {choice.reason}", markup=False)
 
 
 def _memory(asked_gib: float | None) -> tuple[int, str]:

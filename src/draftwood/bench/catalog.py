@@ -202,6 +202,7 @@ class Selection:
     axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # values replace those of the cases
     tags: tuple[str, ...] = ()
     cache: Cache | Literal["declared"] = "declared"
+    capability: int = 0  # of the GPU, as Triton writes it; 0 on a CPU
     limit: int | None = None  # cases per kernel, evenly spread
 
 
@@ -210,8 +211,8 @@ def select(
 ) -> list[Job]:
     """Jobs in the order to prepare them: the kernels in turns, so that a short budget still sees each of them.
 
-    Without implementations chosen, those of `default_impls` that a kernel has, or with `first_only` the first of
-    them: what the engine would run. Peers and kernels from files always come in whole.
+    Without implementations chosen, those of `default_impls` that a kernel has and that serve the case, or with `first_only`
+    the first of them: what the engine would run. Peers and kernels from files always come in whole.
 
     Raises `UsageError` for a kernel, implementation, axis or tag that nothing has.
     """
@@ -229,7 +230,11 @@ def select(
             declared = catalog.cases(case.kernel).CACHE
             cache = declared if chosen.cache == "declared" else chosen.cache
             has = catalog.implementations(case.kernel)
-            own = [impl for impl in default_impls if impl in has]
+            own = [
+                impl
+                for impl in default_impls
+                if impl in has and not run_case.refused(case, impl, chosen.capability)
+            ]
             own = own[:1] if first_only else own
             usual = has if case.kernel in catalog.extra else (*own, *catalog.peers)
             jobs += [Job(case, impl, cache) for impl in dict.fromkeys(chosen.impls or usual) if impl in has]

@@ -30,6 +30,7 @@ from draftwood.bench.options import (
     Seconds,
     Tags,
     Target,
+    capability_of,
     countdown_of,
     device_of,
     errors_named,
@@ -254,8 +255,11 @@ def _jobs(
         tags=tuple(tag or ()),
         cache="warm" if cache == "declared" and not gpu else cache,  # type: ignore[arg-type]
         limit=CPU_CASES if limit is None and not gpu and not narrowed else limit,
+        capability=capability_of(device),
     )
-    usual = ("triton", "torch") if gpu else ("torch", "ref") if chosen.suite == "small" else ("torch",)
+    usual = (
+        ("gluon", "triton", "torch") if gpu else ("torch", "ref") if chosen.suite == "small" else ("torch",)
+    )
     jobs = select(catalog, chosen, usual, first_only=gpu and vs is None)
     if not jobs:
         raise UsageError("nothing to measure: no case is left after the filters")

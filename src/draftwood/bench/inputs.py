@@ -17,7 +17,7 @@ import torch
 from draftwood.bench.catalog import Catalog
 from draftwood.kernels.case import Case
 from draftwood.kernels.rounding import Repeated
-from draftwood.kernels.run_case import parts_to_torch, to_torch, whole
+from draftwood.kernels.run_case import parts_to_torch, refused, to_torch, whole
 
 _ALIGN = 64
 
@@ -55,10 +55,11 @@ def size_of(tensors: Mapping[str, Any]) -> int:
     return sum(t.nbytes for t in tensors_in(hollow(tensors)))
 
 
-def nearest_small(catalog: Catalog, case: Case) -> Case:
-    """The kernel's small case that has most axes in common."""
+def nearest_small(catalog: Catalog, case: Case, impl: str, capability: int) -> Case:
+    """The kernel's small case that has most axes in common, of those that the implementation serves."""
     wanted = set(case.axes)
-    found: Case = max(catalog.cases(case.kernel).small(), key=lambda small: len(wanted & set(small.axes)))
+    served = [small for small in catalog.cases(case.kernel).small() if not refused(small, impl, capability)]
+    found: Case = max(served, key=lambda small: len(wanted & set(small.axes)))
     return found
 
 

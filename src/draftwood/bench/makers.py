@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -26,14 +26,17 @@ from draftwood.kernels.case import Case
 
 MOST_MAKERS = 12
 
+COMPILED = ("triton", "gluon")
+"""Implementations that are compiled ahead."""
+
 Gpu = tuple[int, int]
 """Compute capability, as Triton writes it, and number of multiprocessors."""
 
 Files = tuple[Sequence[Path], Sequence[Path]]
 """Of peers and of extra kernels."""
 
-Made = tuple[Any, float]
-"""`inputs.Packed`, and the seconds of compiling."""
+Made = tuple[Any, dict[str, float]]
+"""`inputs.Packed`, and each implementation's seconds of compiling."""
 
 
 def find_gpu() -> Gpu:
@@ -62,9 +65,11 @@ def die_with_parent() -> None:
 
 
 class Makers:
-    """Makes the cases in order, a few more than there are processes at a time. `compiled`: those that Triton runs."""
+    """Makes the cases in order, a few more than there are processes at a time, and compiles their implementations."""
 
-    def __init__(self, files: Files, gpu: Gpu, cases: Sequence[Case], compiled: set[Case]) -> None:
+    def __init__(
+        self, files: Files, gpu: Gpu, cases: Sequence[Case], compiled: Mapping[Case, Sequence[str]]
+    ) -> None:
         self._todo = deque(dict.fromkeys(cases))
         self._compiled = compiled
         self._coming: dict[Case, Future[Made]] = {}
@@ -111,7 +116,7 @@ class Makers:
             with contextlib.suppress(
                 BrokenProcessPool
             ):  # `take` starts a new pool; until then the worker makes it
-                self._coming[case] = self._pool.submit(_make, case, case in self._compiled)
+                self._coming[case] = self._pool.submit(_make, case, self._compiled.get(case, ()))
 
 
 # in the makers
@@ -133,20 +138,26 @@ def _begin(files: Files, gpu: Gpu) -> None:
         _end_launches_after_compiling(gpu[0])
 
 
-def _make(case: Case, compiled: bool) -> Made:
-    from draftwood.bench.inputs import Packed, generate, hollow, nearest_small
+def _make(case: Case, impls: Sequence[str]) -> Made:
+    from draftwood.bench.inputs import Packed, generate
 
     _, tensors = generate(_catalog, case)
     packed = Packed.of(tensors)
+    return packed, {impl: _compile(case, impl, tensors) for impl in impls}
+
+
+def _compile(case: Case, impl: str, tensors: dict[str, Any]) -> float:
+    """The kernels of a case and of the small case that its outputs are checked on first; the seconds."""
+    from draftwood.bench.inputs import generate, hollow, nearest_small
+    from draftwood.kernels import chip
+
     start = time.perf_counter()
-    if compiled:
-        function = _catalog.load(case.kernel, "triton")
-        for inputs in (tensors, generate(_catalog, nearest_small(_catalog, case))[1]):
-            with contextlib.suppress(
-                Exception
-            ):  # the worker's launch raises it again, for the job to be labelled
-                function(**hollow(inputs))
-    return packed, time.perf_counter() - start
+    function = _catalog.load(case.kernel, impl)
+    with contextlib.suppress(Exception):  # the worker's launch raises it again, for the job to be labelled
+        function(**hollow(tensors))
+        small = nearest_small(_catalog, case, impl, chip.off_gpu.capability)
+        function(**hollow(generate(_catalog, small)[1]))
+    return time.perf_counter() - start
 
 
 def _end_launches_after_compiling(capability: int) -> None:

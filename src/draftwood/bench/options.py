@@ -14,6 +14,7 @@ import typer
 from draftwood.bench import store
 from draftwood.bench.catalog import UsageError
 from draftwood.bench.countdown import Countdown
+from draftwood.bench.makers import find_gpu
 from draftwood.bench.supervisor import WorkerLost
 
 FOLDER = Path("bench-results")
@@ -58,6 +59,16 @@ def device_of(device: str) -> str:
     if device != "auto":
         return device
     return "cuda" if Path("/dev/nvidia0").exists() or Path("/dev/nvidiactl").exists() else "cpu"
+
+
+def capability_of(device: str) -> int:
+    """Of the first GPU, as Triton writes it; 0 on a CPU. The worker is the one to say that there is no GPU after all."""
+    if device != "cuda":
+        return 0
+    try:
+        return find_gpu()[0]
+    except OSError:
+        return 0
 
 
 def split(options: list[str] | None) -> tuple[str, ...]:

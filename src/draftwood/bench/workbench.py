@@ -20,7 +20,8 @@ from draftwood.bench.inputs import generate, map_tensors, nearest_small, on_devi
 from draftwood.bench.makers import Makers
 from draftwood.bench.timers import Call, CpuTimer, CudaTimer, Timer
 from draftwood.kernels.case import Case
-from draftwood.kernels.run_case import IN_PLACE, arrays_of, poisoned_memory, to_numpy
+from draftwood.kernels.chip import chip_of
+from draftwood.kernels.run_case import IN_PLACE, arrays_of, poisoned_memory, refused, to_numpy
 
 MEMORY_SHARE = 0.5
 """Of the free memory, for inputs and their copies; the least recently used case makes room."""
@@ -40,7 +41,7 @@ class CaseInputs:
 
     arguments: dict[str, Any]  # on the device
     numpy: dict[str, Any] | None  # kept for the reference only where it runs
-    compile_s: float  # by a maker
+    compile_s: Mapping[str, float]  # by a maker, of each implementation
     bytes: int
     held: int = 0  # with the copies made for cold timing
     jobs: dict[str, Prepared] = field(default_factory=dict)
@@ -59,6 +60,7 @@ class Workbench:
         self.verified: dict[tuple[str, str, Case], None] = {}
         self.peers = {impl: load_file(peer.path) for impl, peer in catalog.peers.items()}
         free = torch.cuda.mem_get_info()[0] if device == "cuda" else _available_ram()
+        self.capability = chip_of(torch.device(device)).capability
         self.room = int(free * MEMORY_SHARE)
         self.compiled = 0
         if device == "cuda":
@@ -70,6 +72,8 @@ class Workbench:
 
     def prepare(self, job: Job, gate: bool) -> dict[str, Any]:
         """Make the job ready; with `gate`, only if its outputs are right. Raises what the kernel raises."""
+        if why_not := refused(job.case, job.impl, self.capability):
+            raise NotImplementedError(f"{job.impl} {why_not}")
         started, compiled = time.perf_counter(), self.compiled
         inputs = self._inputs(job.case)
         made = time.perf_counter()
@@ -88,7 +92,7 @@ class Workbench:
             "launch_us": setup.launch_us,
             "inputs_s": made - started,
             "gate_s": gated - made,
-            "compile_s": inputs.compile_s if job.impl == "triton" else 0.0,
+            "compile_s": inputs.compile_s.get(job.impl, 0.0),
             "compiled_late": self.compiled - compiled,
             "setup_s": time.perf_counter() - started,
         }
@@ -118,12 +122,12 @@ class Workbench:
         self.cases[case] = inputs
         return inputs
 
-    def _made(self, case: Case) -> tuple[dict[str, Any] | None, dict[str, Any], float]:
+    def _made(self, case: Case) -> tuple[dict[str, Any] | None, dict[str, Any], Mapping[str, float]]:
         """Inputs as numpy, unless a maker has them; as tensors on the CPU; and the maker's seconds of compiling."""
         made = self.makers.take(case) if self.makers is not None else None
         if made is not None:
             return None, made[0].unpack(), made[1]
-        return *generate(self.catalog, case), 0.0
+        return *generate(self.catalog, case), {}
 
     def _count_compiling(self) -> None:
         """Have Triton say what it did not find in its cache."""
@@ -173,7 +177,7 @@ class Workbench:
 
     def _verify_small(self, job: Job) -> None:
         """Against the reference, once per implementation and small case."""
-        small = nearest_small(self.catalog, job.case)
+        small = nearest_small(self.catalog, job.case, job.impl, self.capability)
         key = (job.kernel, job.impl, small)
         if key in self.verified:
             return

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from draftwood.bench.catalog import Catalog, Job, UsageError
-from draftwood.bench.makers import Makers, die_with_parent, find_gpu
-from draftwood.kernels.case import CaseError, Mismatch
+from draftwood.bench.makers import COMPILED, Makers, die_with_parent, find_gpu
+from draftwood.kernels.case import Case, CaseError, Mismatch
 from draftwood.kernels.registry import KernelUnavailableError
 
 PATIENCE_S = 0.5
@@ -76,8 +76,10 @@ class Session:
                 gpu = find_gpu()
             except OSError as e:
                 raise UsageError(f"`--device cuda`: no GPU is to be had: {e}") from e
-            cases = [job.case for job in jobs]
-            makers = Makers(files, gpu, cases, {job.case for job in jobs if job.impl == "triton"})
+            compiled: dict[Case, list[str]] = {job.case: [] for job in jobs}
+            for job in jobs:
+                compiled[job.case] += [job.impl] if job.impl in COMPILED else []
+            makers = Makers(files, gpu, list(compiled), compiled)
 
         from draftwood.bench import device, workbench  # imports torch, while the makers do so too
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from draftwood.kernels.chip import chip_of
+from draftwood.kernels.specialised import Use
+from draftwood.models.config import TargetConfig
+
 
 def choose_device(device: str) -> str:
     """`cpu` or `cuda`, for `auto` what there is. Raises ValueError."""
@@ -24,3 +28,11 @@ def choose_dtype(dtype: str, device: str) -> torch.dtype:
     if dtype not in known:
         raise ValueError(f"dtype: expected auto, {', '.join(known)}, got {dtype}")
     return known[dtype]
+
+
+def attention_use(config: TargetConfig, dtype: torch.dtype, device: str, page: int) -> Use | None:
+    """What a target wants of `verify_attn` on a GPU, for the choice of the implementation; None on a CPU."""
+    if device != "cuda":
+        return None
+    capability, name = chip_of(torch.device(device)).capability, str(dtype).removeprefix("torch.")
+    return Use(capability, name, config.kv_lora_rank, config.qk_rope_head_dim, page)

@@ -24,7 +24,7 @@ from draftwood.config import Budget, EngineConfig, Mode
 from draftwood.drafting import DFlashDrafting, RingDrafting
 from draftwood.engine.buckets import BucketController
 from draftwood.engine.budget import BudgetController, CostTable
-from draftwood.engine.devices import choose_device, choose_dtype
+from draftwood.engine.devices import attention_use, choose_device, choose_dtype
 from draftwood.engine.engine import PLAIN, Controller, Engine, Speculation, is_out_of_memory
 from draftwood.engine.graphs import GraphRunner
 from draftwood.engine.intake import Prompt, make_request, make_requests
@@ -36,7 +36,7 @@ from draftwood.engine.runner import Runner
 from draftwood.engine.sampling_params import SamplingParams
 from draftwood.engine.world import World
 from draftwood.kernels import load_kernels
-from draftwood.models.config import InnerNormEps
+from draftwood.models.config import InnerNormEps, TargetConfig
 from draftwood.models.drafter import Drafter
 from draftwood.models.folder import resolve
 from draftwood.models.layers import fix, pack
@@ -153,7 +153,9 @@ class LLM:
         yarn_rule: YarnRule | None,
     ) -> None:
         deterministic = self.config.deterministic
-        chosen = load_kernels(self.device, kernels, deterministic=deterministic)
+        config = self._target_config(model, inner_norm_eps)
+        use = attention_use(config, self.dtype, self.device, self.config.page_size)
+        chosen = load_kernels(self.device, kernels, deterministic=deterministic, use=use)
         self.kernels = over_vocabulary(chosen, self.world.ranks)
         self.tokenizer, self.target = self._load_target(model, inner_norm_eps)
         if deterministic:
@@ -337,6 +339,9 @@ class LLM:
             for depth in range(1, largest.depth + 1)
         ]
         return BudgetController(CostTable(runner.time_target, sizes), drafts)
+
+    def _target_config(self, model: str | Path, inner_norm_eps: InnerNormEps) -> TargetConfig:
+        return TargetConfig.from_folder(resolve(model), inner_norm_eps=inner_norm_eps)
 
     def _load_target(self, model: str | Path, inner_norm_eps: InnerNormEps) -> tuple[Tokenizer, Target]:
         folder = resolve(model)

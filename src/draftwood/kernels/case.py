@@ -12,6 +12,10 @@ A `cases.py` module offers:
     check(case, inputs) -> None            raises `CaseError` when an input breaks the contract
     flops(case), bytes_moved(case) -> int  unavoidable work; each input and output once
     compare(case, got, want) -> None       raises `Mismatch`; both already numpy. Exact unless the contract says not.
+
+and, where a kernel has implementations that serve some uses only (see `specialised`):
+
+    use(case, capability) -> Use
 """
 
 from __future__ import annotations

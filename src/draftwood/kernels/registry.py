@@ -1,4 +1,4 @@
-"""Which implementation of a kernel runs: chosen once per device, never per call, and always with a reason.
+"""Which implementation of a kernel runs: chosen once per device and use, never per call, and always with a reason.
 
 An implementation asked for by name that cannot load raises. The automatic choice takes the first one in the
 device's order that exists; a module that exists and fails to import is an error, not a reason to fall back.
@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+
+from draftwood.kernels.specialised import Use, is_specialised, refusal
 
 KERNELS = (
     "topk_logprobs",
@@ -32,6 +34,7 @@ IMPLEMENTATIONS = {
     "ref": "ref",
     "torch": "torch_impl",
     "triton": "triton_impl",
+    "gluon": "gluon_impl",
     "torch_fixed": "torch_fixed",
     "triton_fixed": "triton_fixed",
 }
@@ -44,10 +47,13 @@ DEPENDENT = ("verify_attn", "moe", "moe_int4")
 """Kernels of the target whose ordinary implementations add up in an order that depends on the batch. `linear` never does; the
 others choose, copy or draft, and no choice depends on a draft."""
 
-_ORDER = {"cpu": ("torch",), "cuda": ("triton", "torch")}
+_ORDER = {"cpu": ("torch",), "cuda": ("gluon", "triton", "torch")}
+"""Without "gluon" here it runs only where it is asked for by name."""
+
 _FIXED_ORDER = {"cpu": ("torch_fixed",), "cuda": ("triton_fixed", "torch_fixed")}
 _WHY = {
     ("cpu", "torch"): "runs anywhere; triton needs a GPU",
+    ("cuda", "gluon"): "made for this GPU, bfloat16 and latents of 512 + 64",
     ("cuda", "triton"): "the fastest there is for this GPU",
     ("cuda", "torch"): "no triton implementation yet",
     ("cpu", "torch_fixed"): "deterministic: the order of sums is fixed",
@@ -102,14 +108,24 @@ def exists(kernel: str, impl: str) -> bool:
     return find_spec(_module(kernel, impl)) is not None
 
 
-def choose(kernel: str, device: str, requested: str | None = None, *, deterministic: bool = False) -> Choice:
-    """Choose for `device` ("cpu" or "cuda").
+def choose(
+    kernel: str,
+    device: str,
+    requested: str | None = None,
+    *,
+    deterministic: bool = False,
+    use: Use | None = None,
+) -> Choice:
+    """Choose for `device` ("cpu" or "cuda"). What serves some uses only is chosen for a known `use`.
 
-    Raises `KernelUnavailableError` if `requested` cannot be had, or is not deterministic where that is wanted.
+    Raises `KernelUnavailableError` if `requested` cannot be had, does not serve the use, or is not deterministic where that
+    is wanted.
     """
     fixed = deterministic and kernel in DEPENDENT
     if requested is not None:
         function = load(kernel, requested)
+        if use is not None and (why_not := refusal(kernel, requested, use)):
+            raise KernelUnavailableError(f"kernel `{kernel}`, implementation `{requested}` {why_not}")
         if fixed and requested not in _FIXED_ORDER["cuda"]:
             raise KernelUnavailableError(
                 f"kernel `{kernel}`, implementation `{requested}` is not deterministic; expected one of: "
@@ -118,19 +134,30 @@ def choose(kernel: str, device: str, requested: str | None = None, *, determinis
         return Choice(kernel, requested, "asked for by name", function)
     if device not in _ORDER:
         raise KernelUnavailableError(f"unknown device `{device}`; expected one of: {', '.join(_ORDER)}")
+    refused = ""
     for impl in (_FIXED_ORDER if fixed else _ORDER)[device]:
-        if exists(kernel, impl):
-            return Choice(kernel, impl, _WHY[device, impl], load(kernel, impl))
+        if not exists(kernel, impl):
+            continue
+        if is_specialised(kernel, impl):
+            why_not = "serves some uses only" if use is None else refusal(kernel, impl, use)
+            if why_not:
+                refused += f"; {impl} {why_not}"
+                continue
+        return Choice(kernel, impl, _WHY[device, impl] + refused, load(kernel, impl))
     raise KernelUnavailableError(f"kernel `{kernel}` has no implementation for {device}")
 
 
-def for_array(kernel: str, array: Any, impl: str | None = None) -> Callable[..., Any]:
-    """The function for a direct call on `array`: `ref` for numpy, else the choice for the tensor's device."""
+def for_array(
+    kernel: str, array: Any, impl: str | None = None, use: Callable[[], Use] | None = None
+) -> Callable[..., Any]:
+    """The function for a direct call on `array`: `ref` for numpy, else the choice for the tensor's device and, on a GPU, for
+    the use that `use` makes known."""
     if impl is not None:
         return load(kernel, impl)
     if isinstance(array, np.ndarray):
         return load(kernel, "ref")
-    return choose(kernel, array.device.type).function
+    known = use() if use is not None and array.device.type == "cuda" else None
+    return choose(kernel, array.device.type, use=known).function
 
 
 @dataclass(frozen=True)
@@ -151,11 +178,15 @@ class Kernels:
 
 
 def load_kernels(
-    device: str, requested: Mapping[str, str] | None = None, *, deterministic: bool = False
+    device: str,
+    requested: Mapping[str, str] | None = None,
+    *,
+    deterministic: bool = False,
+    use: Use | None = None,
 ) -> Kernels:
     """Choose every kernel for `device`; `requested` maps kernel names to implementation names, `ref` excepted.
 
-    Raises `KernelUnavailableError` for an unknown name, or one that cannot be had.
+    `use` is what the target wants of its attention. Raises `KernelUnavailableError` for an unknown name, or one that cannot be had.
     """
     requested = requested or {}
     for name in requested:
@@ -166,7 +197,8 @@ def load_kernels(
                 f"kernel `{name}`: the reference takes numpy arrays, an engine has tensors"
             )
     choices = tuple(
-        choose(kernel, device, requested.get(kernel), deterministic=deterministic) for kernel in KERNELS
+        choose(kernel, device, requested.get(kernel), deterministic=deterministic, use=use)
+        for kernel in KERNELS
     )
     return Kernels(**{c.kernel: c.function for c in choices}, choices=choices)
 

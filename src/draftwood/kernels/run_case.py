@@ -18,6 +18,7 @@ import numpy as np
 from draftwood.kernels.case import Case
 from draftwood.kernels.registry import load
 from draftwood.kernels.rounding import Repeated
+from draftwood.kernels.specialised import is_specialised, refusal
 
 IN_PLACE = {"commit_kv": "pages"}
 """Kernels that return nothing and write one of their inputs: that input is the output compared."""
@@ -26,6 +27,12 @@ IN_PLACE = {"commit_kv": "pages"}
 def cases_of(kernel: str) -> ModuleType:
     """The kernel's `cases` module (see `draftwood.kernels.case` for what it offers)."""
     return import_module(f"draftwood.kernels.{kernel}.cases")
+
+
+def refused(case: Case, impl: str, capability: int) -> str | None:
+    """Why an implementation does not serve a case on a chip; None if it does."""
+    cases = cases_of(case.kernel) if is_specialised(case.kernel, impl) else None
+    return None if cases is None else refusal(case.kernel, impl, cases.use(case, capability))
 
 
 def to_torch(value: Any, device: str, dtype: str | None = None) -> Any:

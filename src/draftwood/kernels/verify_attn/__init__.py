@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from draftwood.kernels.registry import for_array
+from draftwood.kernels.specialised import Use
 from draftwood.tree import Array
 
 PAGE_SIZES = (16, 32, 64)
@@ -36,7 +37,7 @@ def verify_attn(
         n_slots: [B] i32.
         scale: softmax scale.
         value_dim: R.
-        impl: implementation name; None chooses by the type and device of `q`.
+        impl: implementation name; None chooses by the type, device, widths and page size.
 
     Returns:
         o [B, T, H, R] in q's dtype and lse [B, T, H] f32 (f64 for f64 input): natural log of the sum of
@@ -44,10 +45,19 @@ def verify_attn(
         prefix_len, pages not in use and slots >= n_slots never matter, whatever bits they hold, NaN included;
         NaN in a live position may reach its own request only.
     """
-    fn = for_array("verify_attn", q, impl)
+    fn = for_array("verify_attn", q, impl, lambda: use_of(q, pages, value_dim))
     return fn(  # type: ignore[no-any-return]
         q, pages, page_table, prefix_len, tree_kv, ancestors, n_slots, scale, value_dim=value_dim
     )
+
+
+def use_of(q: Array, pages: Array, value_dim: int) -> Use:
+    """Of tensors; see `verify_attn` for them."""
+    from draftwood.kernels.chip import chip_of
+
+    capability = chip_of(q.device).capability
+    dtype = str(q.dtype).removeprefix("torch.")
+    return Use(capability, dtype, value_dim, q.shape[-1] - value_dim, pages.shape[1])
 
 
 def for_layers(

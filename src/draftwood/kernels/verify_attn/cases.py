@@ -9,6 +9,7 @@ import numpy as np
 from draftwood.kernels.case import Axis, Case, compare_close, make_case, require
 from draftwood.kernels.poison import live_positions, poison, scattered_pages
 from draftwood.kernels.rounding import ITEM_SIZE, normal
+from draftwood.kernels.specialised import Use
 from draftwood.kernels.verify_attn import PAGE_SIZES
 from draftwood.tree import from_parents, n_words
 
@@ -93,6 +94,10 @@ def bench() -> list[Case]:
         (1, 33, 8, 16384),
     )
     return [make_case(KERNEL, DEFAULTS, B=B, T=T, H=H, prefix=prefix) for B, T, H, prefix in shapes]
+
+
+def use(case: Case, capability: int) -> Use:
+    return Use(capability, case["dtype"], case["R"], case["P"], case["page"])
 
 
 def make(case: Case) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""verify_attn in Gluon, for Hopper: latents of 512 + 64 numbers, bf16 and fp16.
+"""verify_attn in Gluon, for Hopper: latents of 512 + 64 numbers in bf16 (see `draftwood.kernels.specialised`).
 
 One launch over runs of (request, tile of 64 rows, block of 64 keys), one that merges cut tiles (see `gluon_line`). Each is
 launched before the one ahead of it has ended, and waits for that before it touches memory.
@@ -16,11 +16,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from draftwood.kernels.chip import chip_of
 from draftwood.kernels.compile_case import CompileCase
-from draftwood.kernels.verify_attn import gluon_kernels, gluon_merge
+from draftwood.kernels.specialised import refusal
+from draftwood.kernels.verify_attn import gluon_kernels, gluon_merge, use_of
 from draftwood.kernels.verify_attn.tiles import merge_rows
 
-PAGES = (16, 32, 64)
-VALUE_DIM, WIDTH = 512, 576
+WIDTH = 576
 
 TUNING = {"GRAIN": 2, "AHEAD": 1}
 """GRAIN: pieces of 64 columns to a barrier. AHEAD: see `gluon_kernels`."""
@@ -44,10 +44,13 @@ def verify_attn(
 ) -> tuple[Tensor, Tensor]:
     """See `draftwood.kernels.verify_attn.verify_attn`.
 
-    Raises `TypeError` for a dtype, and `ValueError` for widths, a page size, a chip or strides, that this is not made for.
+    Raises `NotImplementedError` for a use that this is not made for, and `ValueError` where the pages are not contiguous.
     Lengths and page ids out of range are clamped.
     """
-    _check(q, pages, value_dim)
+    if why_not := refusal("verify_attn", "gluon", use_of(q, pages, value_dim)):
+        raise NotImplementedError(f"gluon {why_not}")
+    if not pages.is_contiguous():
+        raise ValueError(f"`pages`: expected contiguous pages, got strides {pages.stride()}")
     B, T, H, _ = q.shape
     programs = chip_of(q.device).n_sms
     o = torch.empty((B, T, H, value_dim), dtype=q.dtype, device=q.device)
@@ -96,15 +99,15 @@ def compile_cases(capability: int) -> list[CompileCase]:
     """See `draftwood.kernels.compile_case`; nothing for other chips."""
     if capability != 90:
         return []
-    return [*_compile_cases("bf16", 1), *_compile_cases("fp16", 32)]
+    return [*_compile_cases(64, 1), *_compile_cases(16, 32)]
 
 
-def _compile_cases(item: str, b_pad: int) -> list[CompileCase]:
-    outputs = {"o": f"*{item}", "lse": "*fp32", "part_o": f"*{item}", "part_lse": "*fp32"}
+def _compile_cases(page: int, b_pad: int) -> list[CompileCase]:
+    outputs = {"o": "*bf16", "lse": "*fp32", "part_o": "*bf16", "part_lse": "*fp32"}
     lengths = {"prefix_len": "*i32", "n_slots": "*i32"}
     sizes = dict.fromkeys(("B", "T", "H", "M"), "i32")
-    rows = f"tensordesc<{item}[64, 64],{_LAYOUT!r}>"
-    arguments = {"q_desc": rows, "kv_desc": rows, "tree_desc": rows, "page_table": "*i32", **lengths}
+    rows, paged = (f"tensordesc<bf16[{n}, 64],{_LAYOUT!r}>" for n in (64, page))
+    arguments = {"q_desc": rows, "kv_desc": paged, "tree_desc": rows, "page_table": "*i32", **lengths}
     arguments |= {
         "ancestors": "*i64",
         **outputs,
@@ -113,30 +116,18 @@ def _compile_cases(item: str, b_pad: int) -> list[CompileCase]:
         "n_pages": "i32",
         "words": "i32",
     }
-    attend = {"PAGE": 64, "PROGRAMS": 132, "B_PAD": b_pad, **TUNING}
-    merge = {"PAGE": 64, "PROGRAMS": 132, "B_PAD": b_pad, "ROWS": 1}
+    both = {"PAGE": page, "PROGRAMS": 132, "B_PAD": b_pad}
+    name = f"page {page}, requests {b_pad}"
     return [
-        CompileCase(f"attend {item} {b_pad}", gluon_kernels.attend, arguments, attend, _WARPS),
+        CompileCase(f"attend {name}", gluon_kernels.attend, arguments, {**both, **TUNING}, _WARPS),
         CompileCase(
-            f"merge {item} {b_pad}", gluon_merge.merge_parts, {**lengths, **outputs, **sizes}, merge, _WARPS
+            f"merge {name}",
+            gluon_merge.merge_parts,
+            {**lengths, **outputs, **sizes},
+            {**both, "ROWS": 1},
+            _WARPS,
         ),
     ]
-
-
-def _check(q: Tensor, pages: Tensor, value_dim: int) -> None:
-    chip = chip_of(q.device)
-    if not chip.has_wgmma:
-        raise ValueError(f"`q`: expected a GPU of compute capability 9.0, got {chip.capability / 10}")
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        raise TypeError(f"`q`: expected bfloat16 or float16, got {q.dtype}")
-    if (value_dim, q.shape[3]) != (VALUE_DIM, WIDTH):
-        raise ValueError(
-            f"`q`: expected {VALUE_DIM} values of {WIDTH} numbers, got {value_dim} of {q.shape[3]}"
-        )
-    if pages.shape[1] not in PAGES or pages.shape[2] != WIDTH or not pages.is_contiguous():
-        raise ValueError(
-            f"`pages`: expected [n_pages, one of {PAGES}, {WIDTH}], contiguous, got {tuple(pages.shape)}, strides {pages.stride()}"
-        )
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:

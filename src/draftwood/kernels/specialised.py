@@ -1,0 +1,56 @@
+"""Implementations made for some uses only: which ones, and why not others. Imports neither torch nor Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a target's attention is wanted for, and on which chip."""
+
+    capability: int  # as Triton writes it: 90 for compute capability 9.0
+    dtype: str  # as torch names it: "bfloat16"
+    value_dim: int
+    rope_dim: int
+    page: int
+
+
+def refusal(kernel: str, impl: str, use: Use) -> str | None:
+    """Why an implementation does not serve a use; None if it does, as do all that are made for any use."""
+    rule = _RULES.get((kernel, impl))
+    return None if rule is None else rule(use)
+
+
+def is_specialised(kernel: str, impl: str) -> bool:
+    return (kernel, impl) in _RULES
+
+
+def _gluon_attention(use: Use) -> str | None:
+    triton = _triton()
+    if use.capability != 90:
+        return f"needs compute capability 9.0, this is {use.capability / 10}"
+    if triton != "3.6":
+        return f"is written for Triton 3.6, whose Gluon others do not understand; this is {triton}"
+    if use.dtype != "bfloat16":
+        return f"takes bfloat16, not {use.dtype}"
+    if (use.value_dim, use.rope_dim) != (512, 64):
+        return f"takes latents of 512 + 64, not {use.value_dim} + {use.rope_dim}"
+    if use.page not in (16, 32, 64):
+        return f"takes pages of 16, 32 and 64, not {use.page}"
+    return None
+
+
+_RULES: Mapping[tuple[str, str], Callable[[Use], str | None]] = {("verify_attn", "gluon"): _gluon_attention}
+
+
+@cache
+def _triton() -> str:
+    """Its version without what comes after the second number."""
+    try:
+        return ".".join(version("triton").split(".")[:2])
+    except PackageNotFoundError:
+        return "not installed"
