@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from rich.table import Table
 
 from draftwood import LLM, SamplingParams
 from draftwood.bench.device import describe
-from draftwood.config import parse_budget
+from draftwood.config import Mode, parse_budget
 from draftwood.engine.engine import Engine
 from draftwood.engine.graphs import Flight, GraphRunner
 from draftwood.engine.runner import RoundOutcome
@@ -37,17 +37,17 @@ class WatchedRunner(GraphRunner):
         super().begin(*args)
         self.flights.append(None)
 
-    def collect(self, **kwargs: Any) -> RoundOutcome:
-        self.flights.append(self._flights[0])
-        return super().collect(**kwargs)
+    def collect(self, flight: Flight, *, trace: bool = False) -> RoundOutcome:
+        self.flights.append(flight)
+        return super().collect(flight, trace=trace)
 
 
 def milliseconds(earlier: Any, later: Any) -> float:
     return float(earlier.elapsed_time(later))
 
 
-def measure(llm: LLM, batch: int, budget: int | str, new: int) -> dict[str, Any]:
-    mode = "plain" if budget == 1 else "tree"
+def measure(llm: LLM, batch: int, budget: int | Literal["auto"], new: int) -> dict[str, Any]:
+    mode: Mode = "plain" if budget == 1 else "tree"
     engine = llm.engine(mode=mode, budget=budget if budget != 1 else None)
     local = engine.runner
     assert isinstance(local, GraphRunner)

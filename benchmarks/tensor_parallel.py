@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from draftwood import LLM, SamplingParams
+from draftwood.config import Mode
 from draftwood.engine.world import RankError
 from draftwood.kernels import KERNELS
 
@@ -32,17 +33,17 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 0.8, "seed": 1},
     "filtered": {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 1},
 }
-MODES = ("plain", "chain", "tree")
+MODES: tuple[Mode, ...] = ("plain", "chain", "tree")
 
 
-def settings() -> Iterator[tuple[str, str, str]]:
+def settings() -> Iterator[tuple[str, Mode, str]]:
     """(name, mode, sampler)."""
     for mode in MODES:
         for sampler in SAMPLERS:
             yield f"{mode}, {sampler}", mode, sampler
 
 
-def generate(llm: LLM, mode: str, sampler: str, tokens: int) -> tuple[list[list[int]], float]:
+def generate(llm: LLM, mode: Mode, sampler: str, tokens: int) -> tuple[list[list[int]], float]:
     """Tokens of every prompt, one prompt at a time, and the tokens per second of the rounds."""
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True, **SAMPLERS[sampler])
     budget = 16 if mode == "tree" else None

@@ -122,7 +122,8 @@ SHAPES = {"best-first": best_first, "spine": spine_first} | {
 def interval(values: np.ndarray) -> tuple[float, float, float]:
     """The mean over texts and its 95 % bootstrap interval."""
     draws = np.random.default_rng(0).choice(values, (10_000, len(values))).mean(1)
-    return float(values.mean()), *(float(q) for q in np.quantile(draws, (0.025, 0.975)))
+    low, high = np.quantile(draws, (0.025, 0.975))
+    return float(values.mean()), float(low), float(high)
 
 
 def main() -> None:
