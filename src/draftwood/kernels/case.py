@@ -16,6 +16,10 @@ A `cases.py` module offers:
 and, where a kernel has implementations that serve some uses only (see `specialised`):
 
     use(case, capability) -> Use
+
+and, where a kernel's callers prepare what many of its calls share:
+
+    shared(function, inputs) -> (() -> Any) the call as the engine makes it, prepared; this is what the suite times
 """
 
 from __future__ import annotations

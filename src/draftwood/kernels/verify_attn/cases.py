@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from draftwood.kernels.case import Axis, Case, compare_close, make_case, require
 from draftwood.kernels.poison import live_positions, poison, scattered_pages
 from draftwood.kernels.rounding import ITEM_SIZE, normal
 from draftwood.kernels.specialised import Use
-from draftwood.kernels.verify_attn import PAGE_SIZES
+from draftwood.kernels.verify_attn import PAGE_SIZES, for_layers
 from draftwood.tree import from_parents, n_words
 
 KERNEL = "verify_attn"
@@ -98,6 +99,16 @@ def bench() -> list[Case]:
 
 def use(case: Case, capability: int) -> Use:
     return Use(capability, case["dtype"], case["R"], case["P"], case["page"])
+
+
+def shared(function: Callable[..., Any], inputs: dict[str, Any]) -> Callable[[], Any]:
+    """One layer's call, with what all layers of a pass share prepared."""
+    table, prefix_len, ancestors, n_slots = (
+        inputs[k] for k in ("page_table", "prefix_len", "ancestors", "n_slots")
+    )
+    layer = for_layers(function, table, prefix_len, ancestors, n_slots, inputs["pages"].shape[1])
+    own = {k: inputs[k] for k in ("q", "pages", "tree_kv", "scale", "value_dim")}
+    return lambda: layer(**own)
 
 
 def make(case: Case) -> dict[str, Any]:
