@@ -8,15 +8,18 @@ from __future__ import annotations
 import secrets
 from dataclasses import fields, is_dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 
 from draftwood.kernels.case import make_case
-from draftwood.kernels.registry import KERNELS, load
+from draftwood.kernels.chip import chip_of
+from draftwood.kernels.registry import KERNELS, exists, load
 from draftwood.kernels.run_case import (
     IN_PLACE,
     cases_of,
     poisoned_memory,
+    refused,
     run,
     to_numpy,
     torch_inputs,
@@ -92,6 +95,10 @@ LARGE = {
         ),
         *({"B": 2, "T": 40, "H": 64, "prefix": 1000, "tree": tree} for tree in ("chain", "star", "random")),
         {"B": 8, "T": 33, "H": 64, "prefix": 4096},
+        *(
+            {"B": B, "T": T, "H": H, "prefix": prefix}  # whole tiles, tiles of 2, of 4 and of 17 programs
+            for B, T, H, prefix in ((1, 129, 64, 4096), (8, 9, 64, 4096), (1, 33, 64, 16384), (1, 9, 8, 1024))
+        ),
     ],
     "draft_attn": [
         *(
@@ -198,6 +205,19 @@ SANITIZED = {
 """Ragged edges and garbage, where a wrong mask would reach outside."""
 
 
+CAPABILITY = chip_of(torch.device("cuda")).capability if torch.cuda.is_available() else 90
+
+
+def served(cases):
+    """Each case with the implementations made for GPUs that serve it here."""
+    return [
+        (case, impl)
+        for case in cases
+        for impl in ("triton", "gluon")
+        if exists(case.kernel, impl) and not refused(case, impl, CAPABILITY)
+    ]
+
+
 def cases_with(axes_of):
     return [
         make_case(kernel, cases_of(kernel).DEFAULTS, **axes) for kernel in axes_of for axes in axes_of[kernel]
@@ -218,16 +238,37 @@ def test_torch_on_the_gpu(case):
 
 
 @pytest.mark.sanitizer
-@pytest.mark.parametrize("case", cases_with(SANITIZED), ids=case_id)
-def test_edges(case):
-    verify(case, "triton", "cuda")
+@pytest.mark.parametrize(("case", "impl"), served(cases_with(SANITIZED)), ids=case_id)
+def test_edges(case, impl):
+    verify(case, impl, "cuda")
 
 
-@pytest.mark.parametrize("case", cases_with(LARGE), ids=case_id)
-def test_large_cases_on_new_data(case):
+@pytest.mark.parametrize(("case", "impl"), served(cases_with(LARGE)), ids=case_id)
+def test_large_cases_on_new_data(case, impl):
     case = replace(case, seed=secrets.randbelow(2**31))
     print(case.id)
-    verify(case, "triton", "cuda")
+    verify(case, impl, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("case", "impl"),
+    served(
+        cases_with({"verify_attn": [{"B": 3, "T": 9, "H": 8, "prefix": 200, "page": p} for p in (16, 64)]})
+    ),
+    ids=case_id,
+)
+def test_attention_of_what_is_out_of_range_or_nan_spoils_its_own_row_only(case, impl):
+    inputs = cases_of(case.kernel).make(case)
+    clean = run(case, inputs, impl, "cuda")
+    spoilt = [{**inputs, "pages": np.array(inputs["pages"])}]
+    spoilt[0]["pages"][inputs["page_table"][1, 1], 3] = np.nan
+    for value in (-5, 2**31 - 1):
+        table, lengths, slots = (np.array(inputs[k]) for k in ("page_table", "prefix_len", "n_slots"))
+        table[1, ::2], lengths[1], slots[1] = value, value, value
+        spoilt.append({**inputs, "page_table": table, "prefix_len": lengths, "n_slots": slots})
+    for changed in spoilt:
+        for was, now in zip(clean, run(case, changed, impl, "cuda"), strict=True):
+            np.testing.assert_allclose(now[::2], was[::2], rtol=2**-7, atol=8e-3)  # cut elsewhere
 
 
 @pytest.mark.parametrize("case", cases_with(FIXED), ids=case_id)
@@ -238,12 +279,17 @@ def test_fixed_kernels_on_new_data(case):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [c for kernel in LARGE for c in cases_of(kernel).small() if offered(c)],
+    ("case", "impl"),
+    served(
+        [
+            *(c for kernel in LARGE for c in cases_of(kernel).small() if offered(c)),
+            *cases_with({"verify_attn": [{"B": B, "T": 17, "H": 8, "prefix": 1000} for B in (1, 4)]}),
+        ]
+    ),
     ids=case_id,
 )
-def test_a_graph_replays_with_changed_contents(case):
-    replays([case])
+def test_a_graph_replays_with_changed_contents(case, impl):
+    replays([case], impl)
 
 
 def test_all_kernels_in_one_graph():

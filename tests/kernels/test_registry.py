@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from draftwood.kernels import KERNELS, KernelUnavailableError, load_kernels
+from draftwood.kernels import KERNELS, KernelUnavailableError, load_kernels, specialised
 from draftwood.kernels.registry import choose, for_array, load
+from draftwood.kernels.run_case import cases_of, torch_inputs
+from draftwood.kernels.specialised import Use, refusal
+from draftwood.kernels.verify_attn import verify_attn
 
 
 def test_a_cpu_gets_torch_for_every_kernel():
@@ -15,6 +21,51 @@ def test_a_cpu_gets_torch_for_every_kernel():
     assert [c.kernel for c in kernels.choices] == list(KERNELS)
     assert {c.impl for c in kernels.choices} == {"torch"}
     assert all(getattr(kernels, c.kernel) is c.function for c in kernels.choices)
+
+
+KIMI = Use(90, "bfloat16", 512, 64, 64)
+
+
+def test_hopper_gets_its_own_attention_for_what_that_is_made_for(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(specialised, "_triton", lambda: "3.6")
+    chosen = load_kernels("cuda", use=KIMI)
+    assert chosen.choices[KERNELS.index("verify_attn")].impl == "gluon"
+    assert chosen.verify_attn is load("verify_attn", "gluon")
+    assert choose("verify_attn", "cuda", deterministic=True, use=KIMI).impl == "triton_fixed"
+    assert choose("verify_attn", "cuda").impl == "triton"
+
+
+@pytest.mark.parametrize(
+    ("use", "reason"),
+    [
+        (replace(KIMI, capability=100), "needs compute capability 9.0, this is 10.0"),
+        (replace(KIMI, dtype="float32"), "takes bfloat16, not float32"),
+        (replace(KIMI, value_dim=128, rope_dim=16), r"takes latents of 512 \+ 64, not 128 \+ 16"),
+        (replace(KIMI, page=8), "takes pages of 16, 32 and 64, not 8"),
+    ],
+)
+def test_other_uses_go_to_the_portable_kernel_and_it_is_said_why(use, reason, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(specialised, "_triton", lambda: "3.6")
+    choice = choose("verify_attn", "cuda", use=use)
+    assert choice.impl == "triton"
+    assert re.search(f"gluon {reason}", choice.reason)
+    with pytest.raises(KernelUnavailableError, match=f"implementation `gluon` {reason}"):
+        choose("verify_attn", "cuda", "gluon", use=use)
+
+
+def test_attention_of_another_triton(monkeypatch):
+    monkeypatch.setattr(specialised, "_triton", lambda: "3.8")
+    assert "this is 3.8" in refusal("verify_attn", "gluon", KIMI)
+
+
+def test_what_is_not_for_this_chip_refuses_a_direct_call():
+    pytest.importorskip("triton")
+    case = next(c for c in cases_of("verify_attn").small() if c["dtype"] == "bfloat16" and c["R"] == 512)
+    inputs = torch_inputs(case, cases_of("verify_attn").make(case), "cpu")
+    with pytest.raises(NotImplementedError, match=r"needs compute capability 9.0, this is 8.0"):
+        verify_attn(**inputs, impl="gluon")
 
 
 def test_asked_for_by_name():

@@ -22,8 +22,7 @@ from draftwood.kernels.registry import IMPLEMENTATIONS
 
 
 def report(kernel, impl="triton"):
-    file = IMPLEMENTATIONS.get(impl, f"{impl}_impl")
-    module = import_module(f"draftwood.kernels.{kernel}.{file}")
+    module = import_module(f"draftwood.kernels.{kernel}.{IMPLEMENTATIONS[impl]}")
     for capability in CAPABILITIES:
         for case in module.compile_cases(capability):
             facts = compile_facts(case, capability)
