@@ -51,8 +51,8 @@ def record(llm: LLM, prompt: list[int], params: SamplingParams) -> Text:
 
     def topk(logits: torch.Tensor, k: int, **noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         lp, ids = llm.kernels.topk_logprobs(logits, k, **noise)
-        temperature = noise["temperature"]
-        seen.append((drafting.rule.sharpened(lp, temperature, coupled=True)[0], ids[0]))
+        scoring = drafting.rule.at(noise["temperature"], lp.shape[1], coupled=True)
+        seen.append((scoring.sharpened(lp)[0], ids[0]))
         return lp, ids
 
     stages = Stages(llm.target, llm.latents, drafting, replace(llm.kernels, topk_logprobs=topk), True)

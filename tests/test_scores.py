@@ -18,8 +18,9 @@ RULE = ScoreRule(sharpness=1.4, noise=(1.2, 0.7), coldest=0.5)
 def candidates(rule, logits, coupled, k=V):
     topk = load_kernels("cpu").topk_logprobs
     noise = {"temperature": TEMPERATURE, "seed": SEED, "position": POSITION} if coupled else {}
-    lp, ids = topk(rule.scaled(logits, TEMPERATURE, coupled=coupled), k, **noise)
-    return rule.sharpened(lp, TEMPERATURE, coupled=coupled), ids
+    scoring = rule.at(TEMPERATURE, D, coupled=coupled)
+    lp, ids = topk(scoring.scaled(logits), k, **noise)
+    return scoring.sharpened(lp), ids
 
 
 @pytest.mark.parametrize("coupled", [False, True])

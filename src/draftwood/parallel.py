@@ -20,6 +20,9 @@ from draftwood.tree import DraftTree, n_words
 ALIGNMENT = 8
 """Bytes of the widest numbers; buffers are multiples of it, so that they can lie end to end."""
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes; what is copied as such keeps its bits."""
+
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name before torch 2.13
 
 Record = TypeVar("Record")
@@ -141,8 +144,11 @@ def _views(like: object, buffer: Tensor | None = None) -> tuple[Tensor, dict[str
 def packed(record: object) -> Tensor:
     """The bytes of a dataclass of tensors, end to end in one tensor."""
     buffer, views = _views(record)
-    for x, place in views.values():
-        place.copy_(x)
+    tensors = [x for x, _ in views.values()]
+    unit = _INTEGERS[min(x.element_size() for x in tensors)]
+    size = sum(x.numel() * x.element_size() for x in tensors)
+    numbers = [x.contiguous().as_strided((x.numel(),), (1,)).view(unit) for x in tensors]
+    torch.cat(numbers, out=buffer[:size].view(unit))
     return buffer
 
 

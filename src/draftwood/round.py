@@ -18,7 +18,7 @@ from draftwood.kernels.sample.params import SampleParams
 from draftwood.kernels.tree_accept import Accepted, Limits
 from draftwood.models.target import Target, TargetOutput, TreeBatch
 from draftwood.parallel import same_tree
-from draftwood.scores import ScoreRule
+from draftwood.scores import ScoreRule, Scoring
 from draftwood.tree import DraftTree
 
 Timer = Callable[[str], AbstractContextManager[None]]
@@ -60,6 +60,7 @@ class RoundState:
     seed: torch.Tensor  # [B] i64
     params: SampleParams
     limits: Limits
+    scoring: Scoring | None = None  # of draft logits; needed where there are any
 
 
 @dataclass(frozen=True)
@@ -113,15 +114,14 @@ def draft(stages: Stages, state: RoundState, plan: RoundPlan) -> tuple[torch.Ten
         nothing = state.root.new_empty(len(state.root), 0, 1)
         return nothing.float(), nothing
     logits = stages.drafting.logits(state, plan.depth)
-    rule, temperature, coupled = stages.drafting.rule, state.params.temperature, stages.noise_coupled
-    logits = rule.scaled(logits, temperature, coupled=coupled)
+    assert state.scoring is not None
     noise = {}
-    if coupled:
+    if stages.noise_coupled:
         ahead = torch.arange(1, plan.depth + 1, dtype=torch.int32, device=state.root.device)
         position = state.prefix_len[:, None] + ahead
-        noise = {"temperature": temperature, "seed": state.seed, "position": position}
-    lp, ids = stages.kernels.topk_logprobs(logits, plan.top_k, **noise)
-    return rule.sharpened(lp, temperature, coupled=coupled), ids
+        noise = {"temperature": state.params.temperature, "seed": state.seed, "position": position}
+    lp, ids = stages.kernels.topk_logprobs(state.scoring.scaled(logits), plan.top_k, **noise)
+    return state.scoring.sharpened(lp), ids
 
 
 def build(

@@ -8,6 +8,7 @@ log softmax(a l / max(T, T0)). The numbers belong to a drafter and are fitted to
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Self
@@ -45,36 +46,42 @@ class ScoreRule(BaseModel):
             problem = e.errors()[0] if isinstance(e, ValidationError) else {"loc": (), "msg": "not UTF-8"}
             raise ModelError(f"{file}: key `{'.'.join(map(str, problem['loc']))}`: {problem['msg']}") from e
 
-    def weights(self, temperature: Tensor, depth: int) -> Tensor:
-        """c [B, depth] f32: the weight of the noise for temperatures [B], 1 where there is none to weigh."""
-        if self.noise is None:
-            return torch.ones(len(temperature), depth, device=temperature.device)
-        weights = temperature[:, None] * _on_device(self.noise, depth, temperature.device)
-        return torch.where(temperature[:, None] > 0, weights, 1.0)
-
-    def scaled(self, logits: Tensor, temperature: Tensor, *, coupled: bool) -> Tensor:
-        """Logits [B, D, V] for `topk_logprobs`, which divides rows with noise by their temperature [B] and adds the noise.
-
-        `sharpened` on its result completes the rule.
-        """
+    def at(self, temperature: Tensor, depth: int, *, coupled: bool) -> Scoring:
+        """The rule for rows of these temperatures [B] and candidates of up to `depth` tokens ahead."""
+        warm = temperature[:, None] > 0
         at = torch.ones_like(temperature) if self.coldest is None else temperature.clamp(min=self.coldest)
-        factor = (self.sharpness / at)[:, None].expand(-1, logits.shape[1])  # [B, D]
-        if coupled:
-            at = temperature if self.coldest is None else at
-            noisy = self.sharpness * (temperature / at)[:, None] / self.weights(temperature, logits.shape[1])
-            factor = torch.where(temperature[:, None] > 0, noisy, factor)
-        return logits * factor[..., None]
+        factor = (self.sharpness / at)[:, None].repeat(1, depth)  # [B, D]
+        if not coupled:
+            return Scoring(factor[..., None], None, warm[..., None])
+        weight = None
+        if self.noise is not None:
+            weight = torch.where(warm, temperature[:, None] * _on_device(self.noise, depth, warm.device), 1.0)
+        at = temperature if self.coldest is None else at
+        noisy = self.sharpness * (temperature / at)[:, None] / (1.0 if weight is None else weight)
+        factor = torch.where(warm, noisy, factor)
+        return Scoring(factor[..., None], None if weight is None else weight[..., None], warm[..., None])
 
-    def sharpened(self, lp: Tensor, temperature: Tensor, *, coupled: bool) -> Tensor:
-        """Scores [B, D, K] of the candidates that `topk_logprobs` found in `scaled` logits, renormalised over them."""
-        if not coupled or self.noise is None:
+
+@dataclass(frozen=True)
+class Scoring:
+    """A rule at the temperatures of a batch: what does not change from round to round."""
+
+    factor: Tensor  # [B, D, 1] f32, of draft logits
+    weight: Tensor | None  # [B, D, 1] f32, of the noise; None where log-probs are scores as they are
+    noisy: Tensor  # [B, 1, 1] bool, rows with a temperature
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Logits [B, D', V] of the first D' <= D depths for `topk_logprobs`, which divides rows with noise by their
+        temperature and adds the noise. `sharpened` on its result completes the rule.
+        """
+        return logits * self.factor[:, : logits.shape[1]]
+
+    def sharpened(self, lp: Tensor) -> Tensor:
+        """Scores [B, D', K] of the candidates that `topk_logprobs` found in `scaled` logits, renormalised over them."""
+        if self.weight is None:
             return lp
-        weights = self.weights(temperature, lp.shape[1])[..., None]
-        scores = lp * weights
-        total = scores.logsumexp(-1, keepdim=True).clamp(
-            min=torch.finfo(lp.dtype).min
-        )  # rows without a candidate
-        return torch.where(temperature[:, None, None] > 0, scores - total, lp)
+        scores = (lp * self.weight[:, : lp.shape[1]]).log_softmax(-1)
+        return torch.where(self.noisy & (lp > -torch.inf), scores, lp)  # a row may be without a candidate
 
 
 NEUTRAL = ScoreRule()

@@ -240,15 +240,14 @@ class GraphRunner(Runner):
         """A round that leaves the next one's state where it found its own."""
         state, new = held.state, replace(held.state)
         result = decode_round(self.stages, new, plan, _untimed)
-        going = held.live & (result.accepted.done == Done.RUNNING)
+        going = torch.bitwise_and(held.live, result.accepted.done == Done.RUNNING, out=held.live)
         for old, advanced in (
             (state.root, new.root),
             (state.prefix_len, new.prefix_len),
             (state.limits.max_new, new.limits.max_new),
             (state.limits.context_left, new.limits.context_left),
         ):
-            old.copy_(torch.where(going, advanced, old))
-        held.live.copy_(going)
+            torch.where(going, advanced, old, out=old)
         report = RoundReport.of(result)
         scores = None if k is None else TokenScores.of(self.stages, result, k)
         records = (report,) if scores is None else (report, scores)

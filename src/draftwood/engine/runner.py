@@ -150,7 +150,7 @@ class Runner:
         return self._best_of_three(lambda: build(self.stages, state, plan, *draft(self.stages, state, plan)))
 
     def _state_of(self, rows: Sequence[Row], max_pages: int) -> RoundState:
-        return build_state(
+        state = build_state(
             rows,
             max_pages=max_pages,
             max_context=self.max_context,
@@ -158,6 +158,10 @@ class Runner:
             split=self.stages.target.ranks.size > 1,
             device=self.device,
         )
+        drafting, coupled = self.stages.drafting, self.stages.noise_coupled
+        if drafting is not None:
+            state.scoring = drafting.rule.at(state.params.temperature, drafting.max_depth, coupled=coupled)
+        return state
 
     def _best_of_three(self, run: Callable[[], object]) -> float:
         best = float("inf")

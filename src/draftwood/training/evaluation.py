@@ -63,9 +63,9 @@ def emitted(drafts: Drafts, kernels: Kernels, *, coupled: bool, rule: ScoreRule)
     noise: dict[str, Tensor] = {}
     if coupled:
         noise = {"temperature": d.temperature, "seed": d.seed, "position": d.position}
-    logits = rule.scaled(d.logits, d.temperature, coupled=coupled)
-    lp, ids = kernels.topk_logprobs(logits, min(TOP_K, logits.shape[-1]), **noise)
-    lp = rule.sharpened(lp, d.temperature, coupled=coupled)
+    scoring = rule.at(d.temperature, d.logits.shape[1], coupled=coupled)
+    lp, ids = kernels.topk_logprobs(scoring.scaled(d.logits), min(TOP_K, d.logits.shape[-1]), **noise)
+    lp = scoring.sharpened(lp)
     chain = (ids[:, :, 0] == d.true).int().cumprod(1).sum(1) + 1
     return {"chain": chain} | {str(k): v for k, v in tree_lengths(lp, ids, d.true, kernels).items()}
 
