@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from draftwood import LLM, SamplingParams
@@ -42,7 +43,7 @@ def last_round(events: list[Any]) -> list[tuple[float, float, str]]:
     ran = sorted(
         (e.time_range.start, e.time_range.end - e.time_range.start, e.name)
         for e in events
-        if e.device_type == torch.autograd.DeviceType.CUDA
+        if e.device_type == DeviceType.CUDA
     )
     ends = [i for i, (_, _, name) in enumerate(ran) if "DtoH" in name]
     return ran[ends[-3] + 1 : ends[-2] + 1]
@@ -63,8 +64,13 @@ def measure(llm: LLM, mode: Mode, batch: int, budget: int, length: int, new: int
     total = sum(us for _, us, _ in ran)
     by_time = sorted(kernels.items(), key=lambda item: -sum(item[1]))
     return {
-        **{"mode": mode, "batch": batch, "budget": budget if mode == "tree" else None},
-        **{"rounds": len(seconds), "round_us": round_us, "kernels": len(ran), "kernels_us": total},
+        "mode": mode,
+        "batch": batch,
+        "budget": budget if mode == "tree" else None,
+        "rounds": len(seconds),
+        "round_us": round_us,
+        "kernels": len(ran),
+        "kernels_us": total,
         "ratio": round_us / total,
         "by_kernel": [{"name": n, "count": len(us), "us": sum(us)} for n, us in by_time],
     }
