@@ -142,6 +142,21 @@ LARGE = {
             for d in ("bfloat16", "float32")
         ),
     ],
+    "add_rms_norm": [
+        *(
+            {"N": N, "d": d, "addends": addends}
+            for N in (1, 130)
+            for d in (384, 7168)
+            for addends in (0, 1, 2)
+        ),
+        *({"N": 9, "d": d, "dtype": dtype} for d in (1, 1001) for dtype in ("float64", "float32", "float16")),
+        {"N": 70000, "d": 64},
+    ],
+    "mla_inputs": [
+        *({"N": N, "H": H} for N in (1, 33, 130) for H in (8, 64)),
+        {"N": 33, "H": 8, "R": 128, "P": 16},
+        *({"N": 9, "H": 3, "R": 500, "P": 30, "dtype": d} for d in ("float64", "float32", "float16")),
+    ],
 }
 
 
@@ -201,6 +216,8 @@ SANITIZED = {
     "moe": [{"N": 9, "E": 16, "top_k": 4, "d": 200, "I": 72}, {"N": 1, "E": 1, "top_k": 1, "d": 1, "I": 1}],
     "moe_int4": [{"N": N, "E": 16, "top_k": 4, "d": 160, "I": 96} for N in (1, 9)],
     "linear": [{"N": 35, "K": 257, "M": 131}, {"G": 3, "N": 1, "K": 33, "M": 7, "dtype": "float32"}],
+    "add_rms_norm": [{"N": 3, "d": 131}, {"N": 2, "d": 384, "addends": 0}],
+    "mla_inputs": [{"N": 3, "H": 5, "R": 70, "P": 6}],
 }
 """Ragged edges and garbage, where a wrong mask would reach outside."""
 

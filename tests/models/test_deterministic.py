@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftwood.kernels.registry import load_kernels
+from draftwood.kernels.registry import BY_ROW, load_kernels
 from draftwood.models.layers import fix, frozen
 from draftwood.models.shard import Shard
 from draftwood.models.target import Target, TreeBatch
@@ -142,6 +142,7 @@ def test_triton_kernels_take_what_the_target_gives_them(tmp_path, monkeypatch):
     outputs = []
     for impl in ("torch", "triton"):
         own = {"linear": impl, "moe": f"{impl}_fixed", "verify_attn": f"{impl}_fixed"}
+        own |= {k: impl if (k, impl) in BY_ROW else f"{impl}_fixed" for k, _ in BY_ROW}
         write_target(tmp_path, 3, **ODD)
         kernels = load_kernels("cpu", own, deterministic=True)
         target = Target.from_folder(tmp_path, dtype=torch.float32, device="cpu", kernels=kernels)

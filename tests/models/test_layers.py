@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from draftwood.models.layers import rms_norm
+from draftwood.kernels.torch_ops import rms_norm
 
 
 def test_rms_norm_rounds_before_the_weight():

@@ -10,8 +10,9 @@ import torch
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from draftwood.kernels.torch_ops import rotate
 from draftwood.models.errors import ModelError
-from draftwood.models.rope import Rope, Rotary, rotate, take_rope
+from draftwood.models.rope import Rope, Rotary, take_rope
 
 FILE = Path("config.json")
 KIMI_K26 = {

@@ -17,6 +17,9 @@ import numpy as np
 
 from draftwood.kernels.specialised import Use, is_specialised, refusal
 
+BETWEEN_PRODUCTS = ("add_rms_norm", "mla_inputs")
+"""Kernels of the layers that go over numbers once, between matrix products: in torch a chain of operations that has a gradient."""
+
 KERNELS = (
     "topk_logprobs",
     "tree_build",
@@ -28,6 +31,7 @@ KERNELS = (
     "moe",
     "moe_int4",
     "linear",
+    *BETWEEN_PRODUCTS,
 )
 
 IMPLEMENTATIONS = {
@@ -43,14 +47,17 @@ IMPLEMENTATIONS = {
 What is fixed is the order of sums: a row's result is the same bit for bit whatever other rows there are.
 """
 
-DEPENDENT = ("verify_attn", "moe", "moe_int4")
-"""Kernels of the target whose ordinary implementations add up in an order that depends on the batch. `linear` never does; the
+DEPENDENT = ("verify_attn", "moe", "moe_int4", "add_rms_norm", "mla_inputs")
+"""Kernels of the target with ordinary implementations whose results for a row depend on the batch. `linear` never does; the
 others choose, copy or draft, and no choice depends on a draft."""
+
+BY_ROW = (("add_rms_norm", "triton"), ("mla_inputs", "triton"))
+"""Ordinary implementations of these that compute every row by itself, so that they serve deterministic mode too."""
 
 _ORDER = {"cpu": ("torch",), "cuda": ("gluon", "triton", "torch")}
 """Without "gluon" here it runs only where it is asked for by name."""
 
-_FIXED_ORDER = {"cpu": ("torch_fixed",), "cuda": ("triton_fixed", "torch_fixed")}
+_FIXED_ORDER = {"cpu": ("torch_fixed",), "cuda": ("triton_fixed", "triton", "torch_fixed")}
 _WHY = {
     ("cpu", "torch"): "runs anywhere; triton needs a GPU",
     ("cuda", "gluon"): "made for this GPU, bfloat16 and latents of 512 + 64",
@@ -60,6 +67,8 @@ _WHY = {
     ("cuda", "triton_fixed"): "deterministic: the order of sums is fixed",
     ("cuda", "torch_fixed"): "deterministic: the order of sums is fixed; no triton implementation yet",
 }
+
+_WHY_BY_ROW = "deterministic: every row is computed by itself"
 
 
 class KernelUnavailableError(RuntimeError):
@@ -126,24 +135,25 @@ def choose(
         function = load(kernel, requested)
         if use is not None and (why_not := refusal(kernel, requested, use)):
             raise KernelUnavailableError(f"kernel `{kernel}`, implementation `{requested}` {why_not}")
-        if fixed and requested not in _FIXED_ORDER["cuda"]:
+        if fixed and not _is_fixed(kernel, requested):
             raise KernelUnavailableError(
                 f"kernel `{kernel}`, implementation `{requested}` is not deterministic; expected one of: "
-                + ", ".join(impl for impl in _FIXED_ORDER["cuda"] if exists(kernel, impl))
+                + ", ".join(impl for impl in _FIXED_ORDER["cuda"] if _is_fixed(kernel, impl))
             )
         return Choice(kernel, requested, "asked for by name", function)
     if device not in _ORDER:
         raise KernelUnavailableError(f"unknown device `{device}`; expected one of: {', '.join(_ORDER)}")
     refused = ""
     for impl in (_FIXED_ORDER if fixed else _ORDER)[device]:
-        if not exists(kernel, impl):
+        if not exists(kernel, impl) or (fixed and not _is_fixed(kernel, impl)):
             continue
         if is_specialised(kernel, impl):
             why_not = "serves some uses only" if use is None else refusal(kernel, impl, use)
             if why_not:
                 refused += f"; {impl} {why_not}"
                 continue
-        return Choice(kernel, impl, _WHY[device, impl] + refused, load(kernel, impl))
+        why = _WHY_BY_ROW if fixed and (kernel, impl) in BY_ROW else _WHY[device, impl]
+        return Choice(kernel, impl, why + refused, load(kernel, impl))
     raise KernelUnavailableError(f"kernel `{kernel}` has no implementation for {device}")
 
 
@@ -174,6 +184,8 @@ class Kernels:
     moe: Callable[..., Any]
     moe_int4: Callable[..., Any]
     linear: Callable[..., Any]
+    add_rms_norm: Callable[..., Any]
+    mla_inputs: Callable[..., Any]
     choices: tuple[Choice, ...] = ()
 
 
@@ -201,6 +213,10 @@ def load_kernels(
         for kernel in KERNELS
     )
     return Kernels(**{c.kernel: c.function for c in choices}, choices=choices)
+
+
+def _is_fixed(kernel: str, impl: str) -> bool:
+    return exists(kernel, impl) and (impl.endswith("_fixed") or (kernel, impl) in BY_ROW)
 
 
 def _module(kernel: str, impl: str) -> str:

@@ -16,10 +16,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from draftwood.kernels.registry import Kernels
+from draftwood.kernels.torch_ops import rms_norm, rotate
 from draftwood.models.drafter_config import DrafterConfig, LayerAttention
-from draftwood.models.layers import MLP, Matrix, Packable, frozen, matrix, rms_norm
+from draftwood.models.layers import MLP, Matrix, Packable, frozen, matrix
 from draftwood.models.packed import PackedMatrix
-from draftwood.models.rope import Rotary, YarnRule, rotate
+from draftwood.models.rope import Rotary, YarnRule
 from draftwood.models.target import Target
 from draftwood.models.weights import Take, Weights
 from draftwood.parallel import ALONE, Ranks

@@ -1,9 +1,9 @@
-"""The pieces that target and drafter share: RMSNorm, matrices, the SwiGLU block, and frozen parameters."""
+"""The pieces that target and drafter share: matrices, the SwiGLU block, and frozen parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -30,40 +30,12 @@ def matrix(weight: Tensor) -> nn.Parameter:
     return frozen(weight)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalised in fp32 (fp64 for fp64), rounded to x's dtype, then multiplied by the weight.
-
-    The weight is [d], or [..., d] where parts of x have their own.
-
-    Passing the weight to `F.rms_norm` would round once, after the product: not what the models were made with.
-    """
-    if not x.is_cpu:
-        return F.rms_norm(x, x.shape[-1:], None, eps) * weight
-    # on CPU the function is a longer chain of operations than this one
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    scale = torch.addcmul(_constant(eps, wide), norm, norm, value=1 / x.shape[-1]).rsqrt_()
-    return (x * scale).to(x.dtype) * weight
-
-
-def fixed_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` of x [N, d] whose rows do not depend on each other.
-
-    Every step is one IEEE operation, or one function of one row. A part of a single row counts as contiguous, and would stay
-    where it is, at an address that suits no vectors perhaps: hence the copy.
-    """
-    if not x.is_cpu:
-        return F.rms_norm(x.clone(), x.shape[-1:], None, eps) * weight
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
-    scale: Tensor = (norm * norm / x.shape[-1] + eps).rsqrt()
-    return (x * scale).to(x.dtype) * weight
-
-
-@lru_cache(maxsize=16)
-def _constant(value: float, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype)
+def by_head(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Each head of x [N, H, K] times its own weight [H, K, M], into out [N, H, M], of which rows and heads may lie apart."""
+    if x.is_cpu:  # there a product into a part of a tensor goes head by head
+        out.copy_(torch.bmm(x.transpose(0, 1), weight).transpose(0, 1))
+    else:
+        torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
 
 
 class Packable(nn.Module):
@@ -141,3 +113,7 @@ class MLP(Fixable):
         gate, up = self.gate_up(x).chunk(2, -1)
         y: Tensor = self.down(self.activation(gate) * up)
         return y
+
+    def addends(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What adds up to the result."""
+        return (self(x),)

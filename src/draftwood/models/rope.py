@@ -135,20 +135,10 @@ class Rotary(Fixable):
         self.cos, self.sin = partial(by_row, torch.cos), partial(by_row, torch.sin)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tables for `rotate`, each [*positions, 1, dim], in fp32 (fp64 for an fp64 model)."""
+        """Tables, each [*positions, 1, dim], in fp32 (fp64 for an fp64 model)."""
         angles = positions[..., None, None] * self.frequencies  # fp64
         cos, sin = self.cos(angles), self.sin(angles)
         if self.amplitude != 1:
             cos, sin = cos * self.amplitude, sin * self.amplitude
         table = torch.float64 if dtype == torch.float64 else torch.float32
         return cos.to(table), sin.to(table)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (j, j + dim/2) of x [..., heads, dim]; one rounding to x's dtype."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
-
-
-def fixed_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate` in IEEE operations: whether torch fuses a product and a sum may depend on a number's place."""
-    return (x * cos + x.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)

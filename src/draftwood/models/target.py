@@ -26,12 +26,11 @@ from draftwood.models.layers import (
     Fixable,
     Matrix,
     Packable,
-    fixed_rms_norm,
+    by_head,
     frozen,
     matrix,
-    rms_norm,
 )
-from draftwood.models.rope import Rotary, fixed_rotate, rotate
+from draftwood.models.rope import Rotary
 from draftwood.models.vocabulary import VocabularySlice
 from draftwood.models.weights import Progress, Take, Weights
 from draftwood.parallel import ALONE, Ranks
@@ -74,19 +73,21 @@ class MLA(Fixable):
     A rank has its share of the heads and gives their part of the sum.
     """
 
-    def __init__(self, config: TargetConfig, take: Take) -> None:
+    def __init__(self, config: TargetConfig, kernels: Kernels, take: Take) -> None:
         super().__init__()
         heads, R, P = config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
         H = heads // take.shard.size
         N, V, d = config.qk_nope_head_dim, config.v_head_dim, config.hidden_size
         Q = config.q_lora_rank
-        self.shape, self.scale, self.norm_eps = (H, N, R, P), config.softmax_scale, config.inner_norm_eps
+        self.shape, self.scale, self.norm_eps = (H, N, R, P, V), config.softmax_scale, config.inner_norm_eps
+        self.add_rms_norm, self.mla_inputs = kernels.add_rms_norm, kernels.mla_inputs
         self.has_q_lora = Q is not None
+        self.widths: tuple[int, ...]
         latent, k_rope = _nope_and_rope(take("kv_a_proj_with_mqa.weight", R + P, d), 1, P)
         self.kv_norm = frozen(take("kv_a_layernorm.weight", R))
         if Q is None:
             q = torch.cat(_nope_and_rope(take.rows("q_proj.weight", heads * (N + P), d), H, P))
-            self.widths = (H * N, (H + 1) * P, R)
+            self.widths = (H * N, H * P, P, R)
         else:
             q = take("q_a_proj.weight", Q, d)
             self.widths = (Q, P, R)
@@ -99,32 +100,33 @@ class MLA(Fixable):
         self.w_uk = frozen(w_uk.contiguous())  # [H, N, R]
         self.w_uv = frozen(w_uv.transpose(1, 2).contiguous())  # [H, R, V]
         self.o = Matrix(take.columns("o_proj.weight", d, heads * V))
-        self.bmm: Callable[[Tensor, Tensor], Tensor] = torch.bmm
-        self.rms_norm, self.rotate = rms_norm, rotate
+        self.by_head: Callable[[Tensor, Tensor, Tensor], object] = by_head
 
     def fix(self, kernels: Kernels) -> None:
-        self.bmm = lambda x, weight: kernels.linear(x, weight.mT)
-        self.rms_norm, self.rotate = fixed_rms_norm, fixed_rotate
+        def product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+            out.copy_(kernels.linear(x.transpose(0, 1), weight.mT).transpose(0, 1))
+
+        self.by_head = product
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, attend: Attend, latents: Tensor
     ) -> Tensor:
         """x [B T, d] -> [B T, d]; fills `latents` [B, T, C] of this layer."""
-        H, N, R, P = self.shape
-        q_nope, ropes, latent = self.qkv_a(x).split_with_sizes(self.widths, -1)
+        H, N, R, P, V = self.shape
         if self.has_q_lora:
-            q = self.q_b(self.rms_norm(q_nope, self.q_norm, self.norm_eps))
-            q_nope, q_rope = q.split_with_sizes((H * N, H * P), -1)
-            ropes = torch.cat((q_rope, ropes), -1)
-        ropes = self.rotate(ropes.view(-1, H + 1, P), cos, sin)  # of every head's query, then of the key
-        latent = self.rms_norm(latent, self.kv_norm, self.norm_eps)
-        torch.cat((latent, ropes[:, H]), -1, out=latents.view(-1, R + P))
-
-        q_latent = self.bmm(q_nope.view(-1, H, N).transpose(0, 1), self.w_uk)  # [H, B T, R]
-        q = torch.cat((q_latent.transpose(0, 1), ropes[:, :H]), -1)
+            q_a, k_rope, latent = self.qkv_a(x).split_with_sizes(self.widths, -1)
+            _, q_a = self.add_rms_norm(q_a, self.q_norm, self.norm_eps)
+            q_nope, q_rope = self.q_b(q_a).split_with_sizes((H * N, H * P), -1)
+        else:
+            q_nope, q_rope, k_rope, latent = self.qkv_a(x).split_with_sizes(self.widths, -1)
+        q = x.new_empty(len(x), H, R + P)
+        self.by_head(q_nope.view(-1, H, N), self.w_uk, q[..., :R])
+        turned = q_rope.view(-1, H, P), k_rope, latent, cos, sin
+        self.mla_inputs(*turned, self.kv_norm, self.norm_eps, q, latents.view(-1, R + P))
         o = attend(q.view(*latents.shape[:2], H, R + P), pages, latents, self.scale, value_dim=R)
-        o = self.bmm(o.view(-1, H, R).transpose(0, 1), self.w_uv)  # [H, B T, V]
-        y: Tensor = self.o(o.transpose(0, 1).flatten(1))
+        values = x.new_empty(len(x), H, V)
+        self.by_head(o.view(-1, H, R), self.w_uv, values)
+        y: Tensor = self.o(values.flatten(1))
         return y
 
 
@@ -178,15 +180,20 @@ class MoE(Packable):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, d] -> [N, d]."""
+        first, *more = self.addends(x)
+        return first + more[0] if more else first
+
+    def addends(self, x: Tensor) -> tuple[Tensor, ...]:
+        """One or two tensors that add up to the result."""
         if self.dense is not None and len(x) <= self.dense_rows:
-            return self.dense(x, *route(x, self.router, self.bias, **self.routing))
+            return (self.dense(x, *route(x, self.router, self.bias, **self.routing)),)
         experts, first = (getattr(self, name) for name in self.matrices), self.own.start
-        routed: Tensor = self.experts(x, self.router, self.bias, *experts, first_expert=first, **self.routing)
-        return routed if self.shared is None else routed + self.shared(x)
+        routed = self.experts(x, self.router, self.bias, *experts, first_expert=first, **self.routing)
+        return (routed,) if self.shared is None else (routed, self.shared(x))
 
 
 class Layer(Fixable):
-    """x += attention(norm(x)); x += MLP or MoE(norm(x))."""
+    """x += attention(norm(x)); x += MLP or MoE(norm(x)). The first norm and the last sum are the caller's, in one with others."""
 
     def __init__(
         self,
@@ -199,10 +206,10 @@ class Layer(Fixable):
     ) -> None:
         super().__init__()
         self.eps, self.ranks = config.rms_norm_eps, ranks
-        self.rms_norm, self.all_reduce = rms_norm, ranks.all_reduce
+        self.add_rms_norm, self.all_reduce = kernels.add_rms_norm, ranks.all_reduce
         self.attention_norm = frozen(take("input_layernorm.weight", config.hidden_size))
         self.mlp_norm = frozen(take("post_attention_layernorm.weight", config.hidden_size))
-        self.attention = MLA(config, take.under("self_attn"))
+        self.attention = MLA(config, kernels, take.under("self_attn"))
         self.mlp: MLP | MoE
         if config.is_moe(index):
             self.mlp = MoE(config, kernels, take.under("mlp"), expert_parallel)
@@ -210,17 +217,20 @@ class Layer(Fixable):
             self.mlp = MLP(config.hidden_size, config.intermediate_size, take.under("mlp"))
 
     def fix(self, kernels: Kernels) -> None:
-        self.rms_norm, self.all_reduce = fixed_rms_norm, self.ranks.sum_in_order
+        self.all_reduce = self.ranks.sum_in_order
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, attend: Attend, latents: Tensor
-    ) -> Tensor:
-        h = self.rms_norm(x, self.attention_norm, self.eps)
-        x = x + self.all_reduce(self.attention(h, cos, sin, pages, attend, latents))
-        return x + self.all_reduce(self.mlp(self.rms_norm(x, self.mlp_norm, self.eps)))
+        self, x: Tensor, h: Tensor, cos: Tensor, sin: Tensor, pages: Tensor, attend: Attend, latents: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """x [B T, d] and its `attention_norm` -> x after attention, and what is still to be added to it."""
+        added = self.all_reduce(self.attention(h, cos, sin, pages, attend, latents))
+        x, h = self.add_rms_norm(x, self.mlp_norm, self.eps, added)
+        if self.ranks.size == 1:
+            return x, self.mlp.addends(h)
+        return x, (self.all_reduce(self.mlp(h)),)
 
 
-class Target(Fixable):
+class Target(nn.Module):
     """A DeepSeek-V3 model, inference only. Build it with `from_folder`."""
 
     def __init__(
@@ -235,7 +245,7 @@ class Target(Fixable):
     ) -> None:
         super().__init__()
         self.config, self.attend, self.ranks = config, kernels.verify_attn, ranks
-        self.rms_norm = rms_norm
+        self.add_rms_norm = kernels.add_rms_norm
         V, d = config.vocab_size, config.hidden_size
         self.slice = VocabularySlice.of(V, take.shard)
         self.embedding = frozen(take.vocabulary("model.embed_tokens.weight", V, d))
@@ -282,9 +292,6 @@ class Target(Fixable):
         weights.finish()
         return target
 
-    def fix(self, kernels: Kernels) -> None:
-        self.rms_norm = fixed_rms_norm
-
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
@@ -311,13 +318,15 @@ class Target(Fixable):
             self.attend, batch.page_table, batch.prefix_len, batch.ancestors, batch.n_slots, pages.shape[2]
         )
         tapped: dict[int, Tensor] = {}
-        for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, pages[i], attend, latents[i])
+        first, *others = (layer.attention_norm for layer in self.layers)
+        x, h = self.add_rms_norm(x, first, self.config.rms_norm_eps)
+        for i, (layer, next_norm) in enumerate(zip(self.layers, (*others, self.norm), strict=True)):
+            x, added = layer(x, h, cos, sin, pages[i], attend, latents[i])
+            x, h = self.add_rms_norm(x, next_norm, self.config.rms_norm_eps, *added)
             if i in taps:
                 tapped[i] = x
         features = torch.cat([tapped[i] for i in taps], -1).view(*tokens.shape, -1) if taps else None
-        hidden = self.rms_norm(x, self.norm, self.config.rms_norm_eps).view(*tokens.shape, -1)
-        return TargetOutput(hidden, latents, features)
+        return TargetOutput(h.view(*tokens.shape, -1), latents, features)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[...] i32 -> [..., d]."""

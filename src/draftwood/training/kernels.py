@@ -14,14 +14,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from draftwood.kernels.moe.torch_impl import route
-from draftwood.kernels.registry import Kernels, load_kernels
+from draftwood.kernels.registry import BETWEEN_PRODUCTS, Kernels, load_kernels
 
 
 def training_kernels(device: str) -> Kernels:
-    """The engine's kernels for `device` with verify_attn, moe and draft_attn replaced."""
-    return replace(
-        load_kernels(device), verify_attn=attend_sequences, moe=dense_experts, draft_attn=attend_blocks
-    )
+    """The engine's kernels for `device` with verify_attn, moe and draft_attn replaced, and torch's where Triton has no gradient."""
+    kernels = load_kernels(device, dict.fromkeys(BETWEEN_PRODUCTS, "torch"))
+    return replace(kernels, verify_attn=attend_sequences, moe=dense_experts, draft_attn=attend_blocks)
 
 
 def attend_sequences(
