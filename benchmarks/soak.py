@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import random
 import sys
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 
 from draftwood import LLM, SamplingParams
+from draftwood.bench.device import describe
+from draftwood.bench.store import commit
 from draftwood.engine.request import Request
 from draftwood.kernels import KERNELS
 
@@ -186,6 +190,10 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--checked", type=float, default=0.05, help="share of outputs compared")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="end after so long, with what there is"
+    )
+    parser.add_argument("--out", type=Path, help="store the tally here, as JSON")
     a = parser.parse_args()
 
     kernels = dict.fromkeys(KERNELS, "torch") if a.kernels == "torch" else None
@@ -212,7 +220,7 @@ def main() -> None:
     soak = Soak(llm, alone, vocab=llm.target.config.vocab_size, longest=96, seed=a.seed, checked=a.checked)
     levels: list[int] = []
     started = shown = time.monotonic()
-    while soak.tally.rounds < a.rounds:
+    while soak.tally.rounds < a.rounds and time.monotonic() - started < a.seconds:
         soak.step()
         if soak.tally.steps % 500 == 0:
             levels.append(memory(a.device))
@@ -221,7 +229,12 @@ def main() -> None:
             rate = soak.tally.rounds / (shown - started)
             print(f"{soak.tally.rounds} rounds, {rate:.0f}/s, {soak.tally}", file=sys.stderr)
     soak.drain()
-    print(asdict(soak.tally) | {"seconds": round(time.monotonic() - started, 1), "memory": levels})
+    result = asdict(soak.tally) | {"seconds": round(time.monotonic() - started, 1), "memory": levels}
+    print(result)
+    if a.out is not None:
+        settings = {name: str(value) for name, value in vars(a).items() if name != "out"}
+        facts = {"device": describe(a.device), "torch": torch.__version__, "commit": commit()}
+        a.out.write_text(json.dumps({**facts, "settings": settings, **result}) + "\n")
     for line in soak.differences[:10]:
         print(line, file=sys.stderr)
     exact = a.deterministic or (a.dtype == "float64" and a.kernels == "torch")
