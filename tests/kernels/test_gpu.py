@@ -25,6 +25,7 @@ from draftwood.kernels.run_case import (
     torch_inputs,
     verify,
 )
+from draftwood.kernels.verify_attn import for_layers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -307,6 +308,35 @@ def test_fixed_kernels_on_new_data(case):
 )
 def test_a_graph_replays_with_changed_contents(case, impl):
     replays([case], impl)
+
+
+@pytest.mark.parametrize(
+    ("case", "impl"),
+    served(
+        cases_with({"verify_attn": [{"B": B, "T": 17, "H": 8, "prefix": 1000, "ragged": 1} for B in (1, 14)]})
+    ),
+    ids=case_id,
+)
+def test_layers_of_a_pass_take_turns_in_a_graph(case, impl):
+    """They share what is prepared, and one's partial results are the next one's workspace."""
+    inputs = torch_inputs(case, cases_of(case.kernel).make(case), "cuda")
+    shared = [inputs[k] for k in ("page_table", "prefix_len", "ancestors", "n_slots")]
+    queries = [inputs["q"] * factor for factor in (1, -1, 0.5)]
+
+    def forward():
+        layer = for_layers(load(case.kernel, impl), *shared, case["page"])
+        own = [inputs[k] for k in ("pages", "tree_kv", "scale")]
+        return [layer(q, *own, value_dim=inputs["value_dim"]) for q in queries]
+
+    want = [load(case.kernel, "torch")(**{**inputs, "q": q}) for q in queries]
+    forward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = forward()
+    for _ in range(3):
+        graph.replay()
+        for out, (o, lse) in zip(outs, want, strict=True):
+            cases_of(case.kernel).compare(case, to_numpy((out, lse)), to_numpy((o, lse)))
 
 
 def test_all_kernels_in_one_graph():
