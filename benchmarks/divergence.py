@@ -17,7 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,17 @@ class Reader:
         self._leads: list[Tensor] = []
         for module in llm.target.modules():
             if isinstance(module, MoE):
-                module.register_forward_pre_hook(self._listen)
+                vars(module)["addends"] = partial(self._listening, module, module.addends)
 
-    def _listen(self, module: MoE, arguments: tuple[Tensor, ...]) -> None:
-        (x,) = arguments
+    def _listening(
+        self, module: MoE, addends: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor
+    ) -> tuple[Tensor, ...]:
         router = module.router
         scores = (x.to(router.dtype) @ router.T).sigmoid() + module.bias
         k = module.routing["top_k"]
         best = scores.topk(min(k + 1, len(router)), -1).values
         self._leads.append(best[:, k - 1] - best[:, -1])
+        return addends(x)
 
     @torch.inference_mode()
     def __call__(self, tokens: list[int]) -> tuple[Tensor, Tensor]:

@@ -75,8 +75,8 @@ def measure(llm: LLM, batch: int, budget: int | Literal["auto"], new: int) -> di
         for a, b in zip(runner.flights, runner.flights[1:], strict=False)
         if a is not None and b is not None
     ]
-    gaps = np.array([milliseconds(a.arrived, b.began) for a, b in pairs]) * 1e3
-    rounds = np.array([milliseconds(a.began, a.arrived) for a, _ in pairs]) * 1e3
+    gaps = np.array([milliseconds(a.span.ended, b.span.began) for a, b in pairs]) * 1e3
+    rounds = np.array([milliseconds(a.span.began, a.span.ended) for a, _ in pairs]) * 1e3
     limit = max(10.0, 0.03 * float(np.median(rounds)))
     return {
         "batch": batch,

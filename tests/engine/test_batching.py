@@ -161,11 +161,12 @@ def test_sample_seeds():
 def test_a_prompt_is_prefilled_once_for_all_samples(make, monkeypatch):
     llm, counted = make(), []
     original = Runner.prefill
-    monkeypatch.setattr(
-        Runner,
-        "prefill",
-        lambda self, tokens, *where: (counted.append(len(tokens)), original(self, tokens, *where)),
-    )
+
+    def prefill(self, tokens, *where):
+        counted.append(len(tokens))
+        return original(self, tokens, *where)
+
+    monkeypatch.setattr(Runner, "prefill", prefill)
     events = list(llm.stream([STEM], SamplingParams(n=4, max_new_tokens=1, temperature=1.0)))
     assert sum(counted) == len(STEM) - 1
     assert sorted(e.output.sample for e in events) == [0, 1, 2, 3]

@@ -9,7 +9,7 @@ import torch
 
 from draftwood import LLM, SamplingParams
 from draftwood.drafting import RING, RingDrafting
-from draftwood.engine import graphs
+from draftwood.engine import chunks, graphs
 from draftwood.engine.graphs import GraphRunner, leaves
 from draftwood.engine.row import Row
 from draftwood.engine.runner import Runner
@@ -75,6 +75,27 @@ def test_replayed_rounds_do_what_rounds_do(llm):
     first = [r.pages[0] for r in ROWS]
     assert end >= PAGE
     torch.testing.assert_close(llm.drafting.context.kv[:, :, first], context[:, :, first])
+
+
+def test_replayed_chunks_fill_what_chunks_fill(llm, monkeypatch):
+    """In two chunks of any length, past the largest that is replayed too; padding touches no other page."""
+    monkeypatch.setattr(chunks, "SIZES", (4, 16))
+    runner, written = runner_of(llm, GraphRunner), runner_of(llm, Runner)
+    prompt, page = list(range(2, 26)), [0, 1]
+    for cut in (1, 3, 4, 9, 16, 20):
+        found = []
+        for kind in (written, runner):
+            llm.latents.pages.fill_(torch.nan)
+            llm.drafting.context.kv.fill_(torch.nan)
+            for start, stop in ((0, cut), (cut, 24)):
+                assert kind.prefill(prompt[start:stop], start, page).seconds() > 0
+            found.append([x.clone() for x in (llm.latents.pages, llm.drafting.context.kv)])
+        for want, got in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-9, atol=1e-9)
+            assert got.isnan().any()
+    assert set(runner._chunks) == {4, 16}
+    llm.latents.pages.zero_()
+    llm.drafting.context.kv.zero_()
 
 
 def test_the_host_may_be_a_round_behind(llm):

@@ -34,6 +34,10 @@ def llm(folders, request) -> LLM:
     return LLM(*folders, dtype="float64", graphs=request.param, **settings)
 
 
+def runner_kind(llm):
+    return GraphRunner if llm.config.graphs else Runner
+
+
 def finish(llm, requests):
     engine = llm.engine()
     for request in requests:
@@ -61,7 +65,7 @@ def failing(monkeypatch, owner, name, error, when):
 def test_a_prompt_too_much_for_memory_ends_alone(llm, monkeypatch, error):
     want = llm.generate(PROMPTS, PARAMS)
     llm.cache.clear()
-    failing(monkeypatch, Runner, "prefill", error, lambda runner, tokens, start, pages: start == 16)
+    failing(monkeypatch, runner_kind(llm), "prefill", error, lambda runner, tokens, start, pages: start == 16)
     requests = [llm.request(p, PARAMS, index=i) for i, p in enumerate(PROMPTS)]
     requests[1] = llm.request(PROMPTS[1], PARAMS.model_copy(update={"n": 2}), index=1)
     events = finish(llm, requests)
@@ -77,7 +81,13 @@ def test_a_prompt_too_much_for_memory_ends_alone(llm, monkeypatch, error):
 
 def test_samples_that_forked_in_the_step_end_with_their_prompt(llm, monkeypatch):
     llm.cache.clear()
-    failing(monkeypatch, Runner, "prefill", ERRORS[0], lambda runner, tokens, start, pages: len(tokens) == 2)
+    failing(
+        monkeypatch,
+        runner_kind(llm),
+        "prefill",
+        ERRORS[0],
+        lambda runner, tokens, start, pages: len(tokens) == 2,
+    )
     request = llm.request(PROMPTS[0], PARAMS.model_copy(update={"n": 3}))
     finish(llm, [request])
     assert [o.finish_reason for o in request.output.outputs] == ["error"] * 3
@@ -116,7 +126,7 @@ def test_a_tree_too_much_for_memory_is_never_picked(folders, monkeypatch):
 
 
 def test_other_errors_are_raised(llm, monkeypatch):
-    failing(monkeypatch, Runner, "prefill", RuntimeError("some fault"), lambda *_: True)
+    failing(monkeypatch, runner_kind(llm), "prefill", RuntimeError("some fault"), lambda *_: True)
     engine = llm.engine()
     engine.add(llm.request(PROMPTS[0], PARAMS))
     with pytest.raises(RuntimeError, match="some fault"):

@@ -6,7 +6,6 @@ It sees requests and their pages, never tensors, text formats or files. A step i
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,8 @@ from draftwood.cache.pages import OutOfPagesError
 from draftwood.cache.prefix import PrefixCache
 from draftwood.engine.buckets import BucketController
 from draftwood.engine.budget import BudgetController
-from draftwood.engine.graphs import Flight, GraphRunner, padded_size
+from draftwood.engine.graphs import Flight, GraphRunner, padded_batch
+from draftwood.engine.moments import Span
 from draftwood.engine.outputs import RoundRecord, StreamEvent
 from draftwood.engine.report import RowResult
 from draftwood.engine.request import Request
@@ -109,6 +109,7 @@ class Engine:
         self._shown: list[tuple[int, int]] = []  # which lists these are, and how long they were
         self._begun = -1  # the runner's `begun` of that batch
         self._flying: deque[Launched] = deque()
+        self._prefilled: list[tuple[Request, Span]] = []  # whose time is not in their outputs yet
         self._in_step = False
 
     def add(self, request: Request) -> None:
@@ -186,6 +187,7 @@ class Engine:
     def abort(self) -> None:
         """Cancel every request. After an error in a step, nothing that they hold is reused."""
         self._flying.clear()  # what they still write comes before what anyone will write
+        self._prefilled.clear()
         for request in self.scheduler.requests():
             request.output.finish_reason = "cancelled"
             self.scheduler.leave(request, sound=not self._in_step)
@@ -197,16 +199,16 @@ class Engine:
 
     def _prefill(self, work: Prefill) -> list[StreamEvent]:
         """Events of those that end for want of memory."""
-        request, started = work.request, time.perf_counter()
+        request = work.request
         try:
-            self.runner.prefill(request.tokens(work.start, work.stop), work.start, request.pages)
+            span = self.runner.prefill(request.tokens(work.start, work.stop), work.start, request.pages)
         except (RuntimeError, MemoryError) as e:
             error = self._want_of_memory(e, f"prefilling positions {work.start} to {work.stop - 1}")
             forked = [
                 one for one in self.scheduler.active if one.source is request and not one.output.token_ids
             ]
             return [self._fail(one, error) for one in (request, *forked)]
-        request.output.prefill_seconds += time.perf_counter() - started
+        self._prefilled.append((request, span))
         return []
 
     def _fail(self, request: Request, error: str) -> StreamEvent:
@@ -250,6 +252,9 @@ class Engine:
 
     def _book(self, batch: list[Request], plan: RoundPlan, outcome: RoundOutcome) -> list[StreamEvent]:
         """What a round did, for the requests that had not ended before it did."""
+        for request, span in self._prefilled:  # before the round, so this waits for nothing
+            request.output.prefill_seconds += span.seconds()
+        self._prefilled.clear()
         self._learn(batch, plan, outcome)
         return [
             self._deliver(request, row, outcome)
@@ -289,7 +294,7 @@ class Engine:
         if s.controller is None:
             return s.plan(s.slots)
         if isinstance(s.controller, BucketController):
-            return s.plan(s.controller.pick(padded_size(batch)))
+            return s.plan(s.controller.pick(padded_batch(batch)))
         if not s.controller.wants_draft():
             return PLAIN_ROUND
         depth, slots = s.controller.plan(s.slots)
@@ -330,7 +335,7 @@ class Engine:
         ]
         accepted = [len(outcome.rows[i].emitted) - 1 for i in going]
         if isinstance(controller, BucketController):
-            size = padded_size(len(batch))
+            size = padded_batch(len(batch))
             scores = outcome.scores[going].numpy()
             controller.observe(size, plan.slots, outcome.seconds["replay"], scores, accepted)
             return

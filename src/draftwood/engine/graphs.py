@@ -7,7 +7,6 @@ Without CUDA the same steps run as they are written.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -18,6 +17,8 @@ from torch import Tensor
 
 from draftwood.config import MAX_REPLAYED_BATCH
 from draftwood.drafting import ReplayableDrafting, Ring
+from draftwood.engine.chunks import Chunk, padded_size
+from draftwood.engine.moments import Moment, Span, now
 from draftwood.engine.report import RoundReport, TokenScores, most_logprobs, row_results
 from draftwood.engine.row import Row
 from draftwood.engine.runner import RoundOutcome, Runner
@@ -36,8 +37,6 @@ MOST_HELD = 32
 """States kept with their recorded rounds; of more, the one that was not used for longest goes."""
 
 WARM_UPS, TIMED = 2, 3
-
-Moment = float | torch.cuda.Event
 
 Result = TypeVar("Result")
 
@@ -72,8 +71,7 @@ class Flight:
     rows: list[Row]
     report: RoundReport
     scores: TokenScores | None
-    began: Moment
-    arrived: Moment
+    span: Span
 
 
 class Replay(Generic[Result]):
@@ -114,6 +112,8 @@ class GraphRunner(Runner):
         self._held: dict[tuple[torch.Size, ...], Held] = {}  # the longest unused first
         self._now: Held | None = None
         self._waiting = 0  # plain rounds whose features are in the ring
+        self._max_pages = -(-max_context // page_size)
+        self._chunks: dict[int, tuple[Chunk, Replay[None]]] = {}
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Decode these rows from the next round on. Rounds in flight may still be collected."""
@@ -134,7 +134,7 @@ class GraphRunner(Runner):
             self.settle()
         replay = self._round(self._now, plan, most_logprobs(self._rows))
         self._attach(self._now.ring)
-        began = self._moment()
+        began = now(self.device)
         flight = self._send(replay(), began)
         if plan.slots == 1 and self._drafting is not None:
             self._waiting += 1
@@ -144,7 +144,7 @@ class GraphRunner(Runner):
 
     def collect(self, flight: Flight, *, trace: bool = False) -> RoundOutcome:
         """The results of a round that was launched; waits for them."""
-        seconds = _between(flight.began, flight.arrived)
+        seconds = flight.span.seconds()
         rows = row_results(flight.rows, flight.report, flight.scores, trace=trace)
         report = flight.report
         return RoundOutcome(rows, report.tokens.shape[1], {"replay": seconds}, report.scores)
@@ -153,10 +153,29 @@ class GraphRunner(Runner):
         """Launch a round and wait for it."""
         return self.collect(self.launch(plan), trace=trace)
 
-    def prefill(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
+    def prefill(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> Span:
         self.settle()  # what waits may belong to rows that these pages were taken from
         self._attach(None)
-        super().prefill(tokens, start, pages)
+        size = padded_size(len(tokens))
+        if size is None:
+            return super().prefill(tokens, start, pages)
+        began = now(self.device)
+        if size not in self._chunks:
+            self._chunks[size] = self._record(size)
+        chunk, replay = self._chunks[size]
+        chunk.set(tokens, start, pages)
+        replay()
+        return Span(began, now(self.device))
+
+    def _record(self, size: int) -> tuple[Chunk, Replay[None]]:
+        chunk = Chunk(size, self._max_pages, self.device)
+        chunk.set([0], 0, [])
+
+        def step() -> None:
+            self._fill(chunk.tokens, chunk.page_table, chunk.start, chunk.chain, chunk.count)
+
+        self._warm_up(step)
+        return chunk, Replay(step, self.device, self._pool)
 
     def settle(self) -> None:
         """Bring the features of plain rounds into the drafter's context."""
@@ -176,15 +195,15 @@ class GraphRunner(Runner):
         times = []
         with self._aside(held):
             for _ in range(TIMED):
-                began = self._moment()
+                began = now(self.device)
                 replay()
-                times.append(_between(began, self._moment()))
+                times.append(Span(began, now(self.device)).seconds())
         return min(times)
 
     def _padded(self, rows: Sequence[Row]) -> RoundState:
         """The state of a batch filled up with nobody."""
-        filled = [*rows, *[NOBODY] * (padded_size(len(rows)) - len(rows))]
-        return self._state_of(filled, max_pages=-(-self.max_context // self.page_size))
+        filled = [*rows, *[NOBODY] * (padded_batch(len(rows)) - len(rows))]
+        return self._state_of(filled, max_pages=self._max_pages)
 
     def _hold(self, like: RoundState) -> Held:
         """The place for states of this shape; a new one takes `like` as its own."""
@@ -224,14 +243,6 @@ class GraphRunner(Runner):
             for leaf, value in zip(held.leaves(), kept, strict=True):
                 leaf.copy_(value)
 
-    def _moment(self) -> Moment:
-        """Now, in the order of the device's work."""
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def _attach(self, ring: Ring | None) -> None:
         if self._drafting is not None:
             self._drafting.ring = ring
@@ -256,29 +267,34 @@ class GraphRunner(Runner):
     def _send(self, result: StepResult, began: Moment) -> Flight:
         """Start copying a round's results to the host."""
         if not self._cuda:
-            return Flight(self._rows, result.report, result.scores, began, self._moment())
+            return Flight(self._rows, result.report, result.scores, Span(began, now(self.device)))
         hosts = [torch.empty_like(b, device="cpu", pin_memory=True) for b in result.sent]
         for host, sent in zip(hosts, result.sent, strict=True):
             host.copy_(sent, non_blocking=True)
         report = unpacked(result.report, hosts[0])
         scores = None if result.scores is None else unpacked(result.scores, hosts[1])
-        return Flight(self._rows, report, scores, began, self._moment())
+        return Flight(self._rows, report, scores, Span(began, now(self.device)))
 
     def _capture(self, held: Held, step: Callable[[], Result]) -> Replay[Result]:
         """Run the step a few times for nobody, so that kernels are compiled and buffers exist, then record it."""
         self._attach(held.ring)
         if self._cuda:
             with self._aside(held):
-                aside = torch.cuda.Stream()
-                aside.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(aside):
-                    for _ in range(WARM_UPS):
-                        step()
-                torch.cuda.current_stream().wait_stream(aside)
+                self._warm_up(step)
         return Replay(step, self.device, self._pool)
 
+    def _warm_up(self, step: Callable[[], object]) -> None:
+        if not self._cuda:
+            return
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UPS):
+                step()
+        torch.cuda.current_stream().wait_stream(aside)
 
-def padded_size(rows: int) -> int:
+
+def padded_batch(rows: int) -> int:
     """How many rows a batch of `rows` is computed as."""
     size = next((n for n in BATCHES if n >= rows), None)
     if size is None:
@@ -298,16 +314,6 @@ def leaves(record: object) -> list[Tensor]:
 def _copy(source: object, target: object) -> None:
     for old, new in zip(leaves(target), leaves(source), strict=True):
         old.copy_(new)
-
-
-def _between(began: Moment, ended: Moment) -> float:
-    """Seconds; waits until the later moment has come."""
-    if isinstance(began, float) or isinstance(ended, float):
-        assert isinstance(began, float)
-        assert isinstance(ended, float)
-        return ended - began
-    ended.synchronize()
-    return float(began.elapsed_time(ended)) / 1e3
 
 
 @contextmanager

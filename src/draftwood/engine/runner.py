@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from draftwood.engine.batch import build_state
+from draftwood.engine.moments import Span, now
 from draftwood.engine.report import RoundReport, RowResult, TokenScores, most_logprobs, row_results
 from draftwood.engine.row import Row
 from draftwood.engine.sampling_params import SamplingParams
@@ -60,25 +61,36 @@ class Runner:
         self._rows: list[Row] = []
         self._state: RoundState | None = None
 
-    def prefill(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
+    def prefill(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> Span:
         """Fill pages and drafter context at positions start, start + 1, ... of one request with these tokens.
 
-        `pages` are the request's from position 0 on; what lies before `start` is in them already.
+        `pages` are the request's from position 0 on; what lies before `start` is in them already. Returns when it ran.
         """
-        stages, device = self.stages, self.device
-        taps = stages.drafting.taps if stages.drafting else ()
-        chain = _chain(len(tokens)).torch(device)
-        table = torch.tensor([pages], dtype=torch.int32, device=device)
-        prefix = torch.tensor([start], dtype=torch.int32, device=device)
-        batch = TreeBatch(table, prefix, chain.ancestors, chain.n_slots)
-        slots = torch.tensor([tokens], dtype=torch.int32, device=device)
-        output = stages.target(slots, start + chain.depths, stages.latents.pages, batch, taps)
-        stages.kernels.commit_kv(
-            stages.latents.pages, output.latents, table, prefix, chain.depths, chain.n_slots
+        began, device = now(self.device), self.device
+        slots, table, prefix = (
+            torch.tensor([numbers], dtype=torch.int32, device=device) for numbers in (tokens, pages, [start])
         )
+        line = chain(len(tokens)).torch(device)
+        self._fill(slots, table, prefix[0], line, line.n_slots)
+        return Span(began, now(device))
+
+    def _fill(
+        self,
+        tokens: torch.Tensor,  # [1, T] i32
+        page_table: torch.Tensor,  # [1, M] i32
+        start: torch.Tensor,  # [1] i32
+        line: DraftTree,  # a chain of T slots
+        count: torch.Tensor,  # [1] i32, tokens that are real
+    ) -> None:
+        stages = self.stages
+        taps = stages.drafting.taps if stages.drafting else ()
+        batch = TreeBatch(page_table, start, line.ancestors, count)
+        pages = stages.latents.pages
+        output = stages.target(tokens, start[:, None] + line.depths, pages, batch, taps)
+        stages.kernels.commit_kv(pages, output.latents, page_table, start, line.depths, count)
         if stages.drafting is not None:
             assert output.features is not None
-            stages.drafting.extend(output.features, table, prefix, chain.n_slots)
+            stages.drafting.extend(output.features, page_table, start, count)
 
     def copy_page(self, source: int, target: int) -> None:
         """Give page `target` all that page `source` holds: latents and drafter context."""
@@ -194,7 +206,7 @@ def _nothing() -> None:
 
 
 @lru_cache(maxsize=8)
-def _chain(size: int) -> DraftTree:
+def chain(size: int) -> DraftTree:
     """A chain of `size` slots: how a prefill chunk looks to the target."""
     parents = np.arange(-1, size - 1)[None]
     return from_parents(np.zeros((1, size)), parents, [size])
