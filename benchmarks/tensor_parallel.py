@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 from draftwood import LLM, SamplingParams
+from draftwood.bench.device import describe
+from draftwood.bench.store import commit
 from draftwood.config import Mode
 from draftwood.engine.world import RankError
 from draftwood.kernels import KERNELS
@@ -111,6 +113,7 @@ def main() -> None:
     parser.add_argument("--pair", type=Path, nargs=2, default=[], metavar=("TARGET", "DRAFTER"))
     parser.add_argument("--tokens", type=int, default=64, help="per prompt")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--graphs", action="store_true", help="replay rounds in what is timed and killed")
     parser.add_argument("--kill", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -120,20 +123,26 @@ def main() -> None:
     one, many = exact(*where), exact(*where, **several)
     different = [name for name in one if one[name] != many[name]]
     result: dict[str, Any] = {
-        "device": options.device,
+        "device": describe(options.device),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "pair": [str(folder) for folder in options.pair],
+        "graphs": options.graphs,
         **several,
         "different_in_fp64": different,
         "timed": {},
     }
     if options.runs:
-        alone, together = timed(*where, options.runs), timed(*where, options.runs, **several)
+        graphs = {"graphs": options.graphs}
+        alone = timed(*where, options.runs, **graphs)
+        together = timed(*where, options.runs, **several, **graphs)
         for name, a in alone.items():
             b, same = together[name], agreement(a.pop("tokens"), together[name].pop("tokens"))
             result["timed"][name] = {"1": a, str(options.tp): b, "agreement": same}
             rates = f"{a['tokens_per_second']:8.1f} {b['tokens_per_second']:8.1f} tokens/s"
             print(f"{name:20} {rates}, {same:.0%} of the tokens the same")
     if options.kill:
-        result["kill"] = kill(options.pair, options.device, **several)
+        result["kill"] = kill(options.pair, options.device, **several, graphs=options.graphs)
         print("{error}, after {seconds:.2f} s".format(**result["kill"]))
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")

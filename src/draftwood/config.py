@@ -64,8 +64,6 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _graphs_have_limits(self) -> Self:
-        if self.graphs and self.tp > 1:
-            raise ValueError("graphs: rounds are replayed on one rank only; leave it off with tp > 1")
         if self.graphs and self.max_batch > MAX_REPLAYED_BATCH:
             raise ValueError(f"max_batch: at most {MAX_REPLAYED_BATCH} with graphs, got {self.max_batch}")
         return self

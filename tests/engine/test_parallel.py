@@ -195,6 +195,26 @@ class TestTwoRanks:
         assert "parallel_runner.py" in error.__notes__[0]
 
 
+class TestTwoRanksReplayed:
+    """Rounds and prefill a round ahead of the host, on both ranks."""
+
+    def test_equal_one_rank_and_end_with_a_lost_one(self, tmp_path_factory):
+        pair = write_pair(tmp_path_factory)
+        settings = {"dtype": "float64", "max_batch": 2, "page_size": 16}
+        samplers = {name: SAMPLERS[name] for name in ("greedy", "sampled", "everything")}
+        params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (9, 24)]
+        alone = LLM(*pair, **settings)
+        want = outputs(alone, samplers=samplers)
+        with LLM(*pair, **settings, tp=2, graphs=True) as llm:
+            assert_equal(outputs(llm, samplers=samplers), want)
+            assert_equal({0: llm.generate(PROMPTS, params)}, {0: alone.generate(PROMPTS, params)})  # auto
+            agree(llm)
+            (pid,) = llm.world.pids.values()
+            assert "rank 1 of 2 was killed by signal 9" in str(
+                lose(llm, lambda: os.kill(pid, signal.SIGKILL))
+            )
+
+
 class TestFourRanks:
     """fp64; whole experts per rank, the drafter on every rank, embedding and head one matrix, slices of 11, 11, 11, 8."""
 

@@ -9,6 +9,7 @@ import logging
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -95,7 +96,7 @@ class Engine:
         trace: bool = False,
     ) -> None:
         self.runner, self.speculation, self.cache, self.trace = runner, speculation, cache, trace
-        self._replays = runner if isinstance(runner, GraphRunner) else None
+        self._replays = cast(GraphRunner, runner) if runner.ahead else None
         self.scheduler = Scheduler(
             cache,
             "plain" if runner.stages.drafting is None else "drafted",

@@ -100,7 +100,6 @@ class GraphRunner(Runner):
     """
 
     ahead = 1
-    """Rounds that may be launched while the results of an earlier one are not known."""
 
     def __init__(self, stages: Stages, *, page_size: int, max_context: int, device: str) -> None:
         super().__init__(stages, page_size=page_size, max_context=max_context, device=device)

@@ -132,7 +132,8 @@ class LLM:
         raise SystemExit(0)
 
     def _counterpart(self, drafts: bool, noise_coupled: bool) -> Runner:
-        return self._local_runner(self.drafting if drafts else None, noise_coupled, Runner)
+        kind = GraphRunner if self.config.graphs else Runner
+        return self._local_runner(self.drafting if drafts else None, noise_coupled, kind)
 
     def close(self) -> None:
         """End the processes of the other ranks; an engine of one rank has nothing to close."""
@@ -284,15 +285,19 @@ class LLM:
     def _runner(self, drafting: Drafting | None) -> Runner:
         if self.config.graphs:
             return self._graph_runner(drafting)
-        runner = self._local_runner(drafting, self.config.noise_coupled, Runner)
-        return runner if self.config.tp == 1 else cast(Runner, ParallelRunner(runner, self.world))
+        return self._everywhere(self._local_runner(drafting, self.config.noise_coupled, Runner))
 
     def _graph_runner(self, drafting: Drafting | None) -> GraphRunner:
         """The one for this drafting: what it has recorded is worth keeping."""
         drafts = drafting is not None
         if drafts not in self._graph_runners:
-            self._graph_runners[drafts] = self._local_runner(drafting, self.config.noise_coupled, GraphRunner)
+            local = self._local_runner(drafting, self.config.noise_coupled, GraphRunner)
+            self._graph_runners[drafts] = self._everywhere(local)
         return self._graph_runners[drafts]
+
+    def _everywhere(self, runner: AnyRunner) -> AnyRunner:
+        """The runner, or with several ranks one that has them all do as it does."""
+        return runner if self.config.tp == 1 else cast(AnyRunner, ParallelRunner(runner, self.world))
 
     def _local_runner(
         self, drafting: Drafting | None, noise_coupled: bool, kind: type[AnyRunner]
@@ -327,7 +332,7 @@ class LLM:
                 try:
                     return rounds.time_round(batch, largest.plan(slots))
                 except (RuntimeError, MemoryError) as e:
-                    if slots == 1 or not is_out_of_memory(e):
+                    if slots == 1 or not (rounds.recovers and is_out_of_memory(e)):
                         raise
                     return inf  # never picked
 

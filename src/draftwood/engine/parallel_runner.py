@@ -13,6 +13,9 @@ from draftwood.engine.world import World
 from draftwood.round import RoundPlan
 from draftwood.tree import DraftTree
 
+HERE = frozenset({"collect"})
+"""Methods that are the first rank's alone: what a round left is the same everywhere."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -30,7 +33,7 @@ class Call:
 
 
 class ParallelRunner:
-    """Any runner, on the first of several ranks: its methods run on all of them, its other attributes are its own."""
+    """Any runner, on the first of several ranks: its methods run on all of them but for `HERE`, its other attributes are its own."""
 
     recovers = False  # what one rank could not do, others may have done
 
@@ -40,7 +43,13 @@ class ParallelRunner:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._local, name)
-        return partial(self._everywhere, name) if callable(value) else value
+        if not callable(value):
+            return value
+        return partial(self._here if name in HERE else self._everywhere, name)
+
+    def _here(self, method: str, *arguments: Any, **options: Any) -> Any:
+        with self._world.together():  # waiting for the device is waiting for all ranks
+            return getattr(self._local, method)(*arguments, **options)
 
     def _everywhere(self, method: str, *arguments: Any, **options: Any) -> Any:
         stages, world = self._local.stages, self._world

@@ -53,6 +53,8 @@ class Runner:
 
     recovers = True
     """Whether it can go on after a call that ran out of memory."""
+    ahead = 0
+    """Rounds that may be launched while the results of an earlier one are not known; 0 if a round is waited for."""
 
     def __init__(self, stages: Stages, *, page_size: int, max_context: int, device: str) -> None:
         self.stages, self.page_size, self.max_context, self.device = stages, page_size, max_context, device
