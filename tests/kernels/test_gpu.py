@@ -158,6 +158,20 @@ LARGE = {
         {"N": 33, "H": 8, "R": 128, "P": 16},
         *({"N": 9, "H": 3, "R": 500, "P": 30, "dtype": d} for d in ("float64", "float32", "float16")),
     ],
+    "silu_mul": [
+        *({"N": N, "I": I} for N in (1, 130) for I in (224, 2048, 18432)),
+        *({"N": 9, "I": 1001, "values": "large", "dtype": d} for d in ("float64", "float32", "float16")),
+    ],
+    "qk_norm_rope": [
+        *({"L": L, "N": N, "Hq": Hq} for L, Hq in ((1, 64), (6, 0)) for N in (1, 8, 130)),
+        *({"N": 9, "Hq": 8, "Hkv": 4, "hd": hd} for hd in (48, 80, 256)),
+        *({"N": 9, "hd": 30, "dtype": d} for d in ("float64", "float32", "float16")),
+    ],
+    "rotary": [
+        {"N": N, "dim": dim, "last": 2**24, "amplitude": 1.3, "dtype": dtype}
+        for N, dim in ((1, 64), (130, 16), (4096, 128))
+        for dtype in ("float32", "float64")
+    ],
 }
 
 
@@ -219,6 +233,9 @@ SANITIZED = {
     "linear": [{"N": 35, "K": 257, "M": 131}, {"G": 3, "N": 1, "K": 33, "M": 7, "dtype": "float32"}],
     "add_rms_norm": [{"N": 3, "d": 131}, {"N": 2, "d": 384, "addends": 0}],
     "mla_inputs": [{"N": 3, "H": 5, "R": 70, "P": 6}],
+    "silu_mul": [{"N": 3, "I": 131}],
+    "qk_norm_rope": [{"L": 2, "N": 3, "Hq": 3, "Hkv": 2, "hd": 6}, {"N": 3, "Hq": 0, "hd": 48}],
+    "rotary": [{"N": 5, "dim": 10}],
 }
 """Ragged edges and garbage, where a wrong mask would reach outside."""
 

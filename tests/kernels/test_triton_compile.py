@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from draftwood.kernels.compile_case import CAPABILITIES, SHARED_LIMIT
-from draftwood.kernels.registry import KERNELS, exists
+from draftwood.kernels.registry import BETWEEN_PRODUCTS, KERNELS, exists
 
 SCRIPT = Path(__file__).parents[1] / "support" / "triton_compile.py"
 
@@ -19,7 +19,8 @@ SCRIPT = Path(__file__).parents[1] / "support" / "triton_compile.py"
 @pytest.mark.parametrize(
     ("kernel", "impl"),
     [
-        *((k, "triton") for k in KERNELS if exists(k, "triton")),
+        *((k, "triton") for k in KERNELS if exists(k, "triton") and k not in BETWEEN_PRODUCTS),
+        (",".join(BETWEEN_PRODUCTS), "triton"),  # small ones: starting takes longer than compiling
         pytest.param("verify_attn", "triton_fixed", marks=pytest.mark.slow),
     ],
 )

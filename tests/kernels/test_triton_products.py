@@ -104,14 +104,19 @@ def test_strided_inputs_of_draft_attn():
     case = draft_case(ragged=1, window=7)
     inputs = torch_inputs(case, cases_of("draft_attn").make(case), DEVICE)
     both = torch.stack([inputs["k_pages"], inputs["v_pages"]], 2)
+    block = torch.cat([inputs["q"], inputs["block_k"], inputs["block_v"]], 2)
+    heads = inputs["q"].shape[2], *2 * inputs["block_k"].shape[2:3]
+    _, block_k, block_v = block.split(heads, 2)
     strided = {
         "k_pages": both[:, :, 0],
         "v_pages": both[:, :, 1],
+        "block_k": block_k,
+        "block_v": block_v,
         "q": inputs["q"].transpose(1, 2).contiguous().transpose(1, 2),
     }
     got, want = draft_impl.draft_attn(**{**inputs, **strided}), draft_impl.draft_attn(**inputs)
     assert torch.equal(got, want)
-    with pytest.raises(ValueError, match="`q`: a head's numbers must be contiguous"):
+    with pytest.raises(ValueError, match="`q`: the last axis must be contiguous"):
         draft_impl.draft_attn(**{**inputs, "q": inputs["q"].mT.contiguous().mT})
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftwood.kernels.registry import load_kernels
+from draftwood.kernels.registry import BETWEEN_PRODUCTS, load_kernels
 from draftwood.models.drafter import Drafter
 from draftwood.models.errors import ModelError
 from draftwood.models.target import Target
@@ -150,6 +150,21 @@ def test_equals_the_plain_drafter(target, tmp_path, variant):
         want = plain.hidden(x, anchor, target.embedding, sees)
         # transformers makes YaRN's frequencies in fp32
         torch.testing.assert_close(got[row], want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs on CPU in its interpreter only")
+def test_triton_kernels_take_what_the_drafter_gives_them(target, tmp_path):
+    folder = write(tmp_path, VARIANTS["yarn"][0])
+    kernels = load_kernels("cpu", dict.fromkeys(BETWEEN_PRODUCTS, "triton"))
+    drafters = [
+        Drafter.from_folder(folder, target=target, dtype=torch.float64, device="cpu", kernels=k)
+        for k in (kernels, load_kernels("cpu"))
+    ]
+    xs = [features(9, 1), features(5, 2)]
+    contexts = [[context(drafter, x) for x in xs] for drafter in drafters]
+    torch.testing.assert_close(contexts[0], contexts[1], rtol=1e-10, atol=1e-10)
+    got, want = (draft(drafter, target, contexts[0], [7, 0]) for drafter in drafters)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("depth", [1, 3, 5])

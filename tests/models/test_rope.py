@@ -10,6 +10,7 @@ import torch
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from draftwood.kernels.registry import load_kernels
 from draftwood.kernels.torch_ops import rotate
 from draftwood.models.errors import ModelError
 from draftwood.models.rope import Rope, Rotary, take_rope
@@ -66,7 +67,9 @@ def test_tables_to_position_65536(scaling):
     """fp32 angles would be off by up to 4e-3 there."""
     rope = read(rope_theta=5e4, rope_scaling=scaling)
     positions = torch.tensor([0, 1, 2, 4095, 4096, 32767, 65535, 65536], dtype=torch.int32)
-    cos, sin = Rotary(rope, 64, rope.amplitude(), torch.device("cpu"))(positions, torch.bfloat16)
+    cos, sin = Rotary(rope, 64, rope.amplitude(), load_kernels("cpu"), torch.device("cpu"))(
+        positions, torch.bfloat16
+    )
     assert cos.shape == (8, 1, 64)
     assert cos.dtype == torch.float32
     frequencies = rope.inverse_frequencies(64).tolist()
@@ -80,7 +83,7 @@ def test_tables_to_position_65536(scaling):
 
 
 def test_rotation_depends_on_the_distance_alone():
-    rotary = Rotary(read(rope_theta=1e4), 16, 1.0, torch.device("cpu"))
+    rotary = Rotary(read(rope_theta=1e4), 16, 1.0, load_kernels("cpu"), torch.device("cpu"))
     q, k = torch.randn(2, 1, 1, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def score(i, j):
@@ -93,7 +96,7 @@ def test_rotation_depends_on_the_distance_alone():
 
 def test_rotation_rounds_once():
     x = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
-    rotary = Rotary(read(rope_theta=1e4), 8, 1.0, torch.device("cpu"))
+    rotary = Rotary(read(rope_theta=1e4), 8, 1.0, load_kernels("cpu"), torch.device("cpu"))
     table = rotary(torch.arange(5), torch.bfloat16)
     got = rotate(x, *table)
     assert got.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Compile a kernel's Triton configurations for every chip, without a GPU: `python triton_compile.py KERNEL [triton | gluon | triton_fixed]`.
+"""Compile a kernel's Triton configurations for every chip, without a GPU: `python triton_compile.py KERNEL,... [triton | gluon | triton_fixed]`.
 
 Prints one JSON object per line: kernel, name, capability, shared (bytes), registers (per thread), stack (bytes per
 thread, spills included), hot (for each innermost loop over products: instructions, and those that spill and reload),
@@ -16,14 +16,15 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from importlib import import_module
+from itertools import product
 
 from draftwood.kernels.compile_case import CAPABILITIES
 from draftwood.kernels.registry import IMPLEMENTATIONS
 
 
-def report(kernel, impl="triton"):
-    module = import_module(f"draftwood.kernels.{kernel}.{IMPLEMENTATIONS[impl]}")
-    for capability in CAPABILITIES:
+def report(kernels, impl="triton"):
+    for kernel, capability in product(kernels.split(","), CAPABILITIES):
+        module = import_module(f"draftwood.kernels.{kernel}.{IMPLEMENTATIONS[impl]}")
         for case in module.compile_cases(capability):
             facts = compile_facts(case, capability)
             print(json.dumps({"kernel": kernel, "name": case.name, "capability": capability, **facts}))

@@ -17,7 +17,7 @@ import numpy as np
 
 from draftwood.kernels.specialised import Use, is_specialised, refusal
 
-BETWEEN_PRODUCTS = ("add_rms_norm", "mla_inputs")
+BETWEEN_PRODUCTS = ("add_rms_norm", "mla_inputs", "silu_mul", "qk_norm_rope", "rotary")
 """Kernels of the layers that go over numbers once, between matrix products: in torch a chain of operations that has a gradient."""
 
 KERNELS = (
@@ -47,11 +47,11 @@ IMPLEMENTATIONS = {
 What is fixed is the order of sums: a row's result is the same bit for bit whatever other rows there are.
 """
 
-DEPENDENT = ("verify_attn", "moe", "moe_int4", "add_rms_norm", "mla_inputs")
+DEPENDENT = ("verify_attn", "moe", "moe_int4", "add_rms_norm", "mla_inputs", "silu_mul", "rotary")
 """Kernels of the target with ordinary implementations whose results for a row depend on the batch. `linear` never does; the
 others choose, copy or draft, and no choice depends on a draft."""
 
-BY_ROW = (("add_rms_norm", "triton"), ("mla_inputs", "triton"))
+BY_ROW = tuple((kernel, "triton") for kernel in BETWEEN_PRODUCTS if kernel in DEPENDENT)
 """Ordinary implementations of these that compute every row by itself, so that they serve deterministic mode too."""
 
 _ORDER = {"cpu": ("torch",), "cuda": ("gluon", "triton", "torch")}
@@ -186,6 +186,9 @@ class Kernels:
     linear: Callable[..., Any]
     add_rms_norm: Callable[..., Any]
     mla_inputs: Callable[..., Any]
+    silu_mul: Callable[..., Any]
+    qk_norm_rope: Callable[..., Any]
+    rotary: Callable[..., Any]
     choices: tuple[Choice, ...] = ()
 
 

@@ -16,7 +16,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from draftwood.kernels.registry import Kernels
-from draftwood.kernels.torch_ops import rms_norm, rotate
 from draftwood.models.drafter_config import DrafterConfig, LayerAttention
 from draftwood.models.layers import MLP, Matrix, Packable, frozen, matrix
 from draftwood.models.packed import PackedMatrix
@@ -58,13 +57,17 @@ class Projections(Packable):
 
 
 class DraftLayer(nn.Module):
-    """One layer; its query, key and value weights are in the drafter's `Projections`."""
+    """One layer; its query, key and value weights are in the drafter's `Projections`.
+
+    The first norm and the last sum are the caller's, in one with others.
+    """
 
     def __init__(
         self, config: DrafterConfig, sees: LayerAttention, kernels: Kernels, take: Take, ranks: Ranks
     ) -> None:
         super().__init__()
         self.sees, self.attend, self.ranks = sees, kernels.draft_attn, ranks
+        self.add_rms_norm, self.qk_norm_rope = kernels.add_rms_norm, kernels.qk_norm_rope
         self.eps, self.head_dim = config.rms_norm_eps, config.head_dim
         self.n_q = config.num_attention_heads // ranks.size
         self.n_kv = config.num_key_value_heads // ranks.size
@@ -75,26 +78,29 @@ class DraftLayer(nn.Module):
         self.o = Matrix(
             take.columns("self_attn.o_proj.weight", d, config.num_attention_heads * config.head_dim)
         )
-        self.mlp = MLP(d, config.intermediate_size, take.under("mlp"))
+        self.mlp = MLP(d, config.intermediate_size, kernels, take.under("mlp"))
 
     def forward(
         self,
         x: Tensor,
+        h: Tensor,
         project: Callable[[Tensor], Tensor],
         k_norm: Tensor,
         cos: Tensor,
         sin: Tensor,
         context: Context,
-    ) -> Tensor:
-        """x [B, S, d] -> [B, S, d]."""
-        h = rms_norm(x, self.attention_norm, self.eps)
-        qk, v = project(h).view(*x.shape[:2], -1, self.head_dim).split((self.n_q + self.n_kv, self.n_kv), -2)
-        norms = torch.cat((self.q_norm.expand(self.n_q, -1), k_norm.expand(self.n_kv, -1)))
-        q, k = rotate(rms_norm(qk, norms, self.eps), cos, sin).split((self.n_q, self.n_kv), -2)
+    ) -> tuple[Tensor, Tensor]:
+        """x [B S, d] and its `attention_norm` -> x after attention, and what is still to be added to it."""
+        heads = (self.n_q, self.n_kv)
+        qk, v = project(h).view(1, len(x), -1, self.head_dim).split((sum(heads), self.n_kv), -2)
+        qk = self.qk_norm_rope(qk, self.q_norm, k_norm, cos, sin, self.eps, self.n_q)
+        rows = len(context[3])
+        q, k, v = (part.view(rows, -1, *part.shape[2:]) for part in (*qk.split(heads, -2), v))
         scale = self.head_dim**-0.5
         o = self.attend(q, *context, k, v, scale, causal=self.sees.causal, window=self.sees.window)
-        x = x + self.ranks.all_reduce(self.o(o.flatten(-2)))
-        return x + self.ranks.all_reduce(self.mlp(rms_norm(x, self.mlp_norm, self.eps)))
+        added = self.ranks.all_reduce(self.o(o.reshape(len(x), -1)))
+        x, h = self.add_rms_norm(x, self.mlp_norm, self.eps, added)
+        return x, self.ranks.all_reduce(self.mlp(h))
 
 
 class Drafter(nn.Module):
@@ -116,6 +122,7 @@ class Drafter(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.ranks = config, ranks
+        self.add_rms_norm, self.qk_norm_rope = kernels.add_rms_norm, kernels.qk_norm_rope
         self.yarn_rule, self.yarn_reason = config.choose_yarn_rule(yarn_rule)
         d, hd, L = config.hidden_size, config.head_dim, config.num_hidden_layers
         q, kv = config.num_attention_heads * hd, config.num_key_value_heads * hd
@@ -135,7 +142,7 @@ class Drafter(nn.Module):
             DraftLayer(config, sees, kernels, scope, ranks)
             for sees, scope in zip(config.layers, scopes, strict=True)
         )
-        self.rotary = Rotary(config.rope, hd, config.rope.amplitude(self.yarn_rule), device)
+        self.rotary = Rotary(config.rope, hd, config.rope.amplitude(self.yarn_rule), kernels, device)
 
     @classmethod
     def from_folder(
@@ -185,13 +192,13 @@ class Drafter(nn.Module):
         """
         c = self.config
         own = features.chunk(self.ranks.size, -1)[self.ranks.shard.rank].to(self.norm.dtype)
-        x = rms_norm(self.ranks.all_reduce(self.fc(own)), self.context_norm, c.rms_norm_eps)
-        kv = self.qkv.keys_and_values(x.flatten(0, 1)).reshape(
-            len(self.layers), *positions.shape, 2 * self.n_kv_heads, c.head_dim
-        )
+        x = self.ranks.all_reduce(self.fc(own.flatten(0, 1)))
+        _, x = self.add_rms_norm(x, self.context_norm, c.rms_norm_eps)
+        kv = self.qkv.keys_and_values(x).unflatten(-1, (2 * self.n_kv_heads, c.head_dim))  # [Ld, B N, ...]
         k, v = kv.chunk(2, -2)
-        k = F.rms_norm(k, k.shape[-1:], None, c.rms_norm_eps) * self.k_norm[:, None, None, None]
-        return rotate(k, *self.rotary(positions, k.dtype)), v
+        cos, sin = (table.flatten(0, 1) for table in self.rotary(positions, k.dtype))
+        k = self.qk_norm_rope(k, None, self.k_norm, cos, sin, c.rms_norm_eps, 0)
+        return k.unflatten(1, positions.shape), v.unflatten(1, positions.shape)
 
     def forward(
         self,
@@ -226,14 +233,20 @@ class Drafter(nn.Module):
             )
         slots = torch.arange(depth + 1, device=anchor.device, dtype=torch.int32)
         tokens = torch.where(slots == 0, anchor[:, None], c.mask_token_id)  # [B, S]
-        cos, sin = self.rotary(context_len[:, None] + slots, self.norm.dtype)
+        tables = self.rotary(context_len[:, None] + slots, self.norm.dtype)
+        cos, sin = (table.flatten(0, 1) for table in tables)
         x = embed(tokens).to(self.norm.dtype)
         if self.mask_embedding is not None:
             x = torch.where(slots[:, None] == 0, x, self.mask_embedding)
-        for i, layer in enumerate(self.layers):
+        first, *others = (layer.attention_norm for layer in self.layers)
+        x, h = self.add_rms_norm(x.flatten(0, 1), first, c.rms_norm_eps)
+        for i, (layer, next_norm) in enumerate(zip(self.layers, (*others, self.norm), strict=True)):
             context = (k_pages[i], v_pages[i], page_table, context_len)
-            x = layer(x, partial(self.qkv.layer, i), self.k_norm[i], cos, sin, context)
-        return rms_norm(x[:, 1:], self.norm, c.rms_norm_eps)
+            project = partial(self.qkv.layer, i)
+            x, added = layer(x, h, project, self.k_norm[i : i + 1], cos, sin, context)
+            x, h = self.add_rms_norm(x, next_norm, c.rms_norm_eps, added)
+        hidden: Tensor = h.view(*tokens.shape, -1)[:, 1:]
+        return hidden
 
 
 _RENAMED = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}

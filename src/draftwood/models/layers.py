@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from draftwood.kernels.by_row import by_row
 from draftwood.kernels.registry import Kernels
 from draftwood.models.packed import PackedMatrix
 from draftwood.models.weights import Take
@@ -93,25 +91,22 @@ class Matrix(Packable, Fixable):
         return self.product(x, self.weight) if self.packed is None else self.packed(x)
 
 
-class MLP(Fixable):
+class MLP(nn.Module):
     """down(silu(gate(x)) * up(x)); gate and up are one matrix [2 I, d].
 
     A rank has its share of the inner columns and gives their part of the sum.
     """
 
-    def __init__(self, hidden: int, inner: int, take: Take) -> None:
+    def __init__(self, hidden: int, inner: int, kernels: Kernels, take: Take) -> None:
         super().__init__()
         gate, up = (take.rows(f"{name}_proj.weight", inner, hidden) for name in ("gate", "up"))
         self.gate_up = Matrix(torch.cat((gate, up)))
         self.down = Matrix(take.columns("down_proj.weight", hidden, inner))
-        self.activation: Callable[[Tensor], Tensor] = F.silu
-
-    def fix(self, kernels: Kernels) -> None:
-        self.activation = partial(by_row, F.silu)
+        self.silu_mul = kernels.silu_mul
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        y: Tensor = self.down(self.activation(gate) * up)
+        """x [N, d] -> [N, d]."""
+        y: Tensor = self.down(self.silu_mul(self.gate_up(x)))
         return y
 
     def addends(self, x: Tensor) -> tuple[Tensor, ...]:

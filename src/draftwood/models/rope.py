@@ -1,26 +1,21 @@
-"""Rotary position embedding, default and YaRN: frequencies, tables and the rotation, always half-split.
+"""Rotary position embedding, default and YaRN: frequencies and tables, always half-split; the kernels rotate.
 
 Sources: RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071, with DeepSeek's two mscale numbers.
-Angles are computed in fp64: in fp32 the fastest pair is off by milliradians at position 64k.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Literal, Self
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
-from draftwood.kernels.by_row import by_row
 from draftwood.kernels.registry import Kernels
 from draftwood.models.errors import ModelError
 from draftwood.models.json_config import FolderConfig, Values, parse
-from draftwood.models.layers import Fixable
 
 YarnRule = Literal["ratio", "factor"]
 """How YaRN scales cos and sin: m(mscale) / m(mscale_all_dim), or m(1) whatever the mscale keys say."""
@@ -118,27 +113,20 @@ def take_rope(values: Values, file: Path) -> tuple[Rope, Values]:
     return parse(Rope, merged, file, prefix=f"{name}." if name else ""), rest
 
 
-class Rotary(Fixable):
+class Rotary(nn.Module):
     """cos and sin of positions, for vectors of `dim` numbers."""
 
     frequencies: Tensor
 
-    def __init__(self, rope: Rope, dim: int, amplitude: float, device: torch.device) -> None:
+    def __init__(
+        self, rope: Rope, dim: int, amplitude: float, kernels: Kernels, device: torch.device
+    ) -> None:
         super().__init__()
-        self.amplitude = amplitude
+        self.amplitude, self.tables = amplitude, kernels.rotary
         frequencies = rope.inverse_frequencies(dim).to(device)
         self.register_buffer("frequencies", torch.cat((-frequencies, frequencies)), persistent=False)
-        self.cos: Callable[[Tensor], Tensor] = torch.cos
-        self.sin: Callable[[Tensor], Tensor] = torch.sin
-
-    def fix(self, kernels: Kernels) -> None:
-        self.cos, self.sin = partial(by_row, torch.cos), partial(by_row, torch.sin)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Tables, each [*positions, 1, dim], in fp32 (fp64 for an fp64 model)."""
-        angles = positions[..., None, None] * self.frequencies  # fp64
-        cos, sin = self.cos(angles), self.sin(angles)
-        if self.amplitude != 1:
-            cos, sin = cos * self.amplitude, sin * self.amplitude
-        table = torch.float64 if dtype == torch.float64 else torch.float32
-        return cos.to(table), sin.to(table)
+        cos, sin = self.tables(positions, self.frequencies, self.amplitude, double=dtype == torch.float64)
+        return cos, sin

@@ -159,7 +159,7 @@ class MoE(Packable):
         self.router = frozen(take("gate.weight", E, d, dtype=precise))
         self.bias = frozen(take("gate.e_score_correction_bias", E, dtype=torch.float32))
         n_shared = config.n_shared_experts or 0
-        self.shared = MLP(d, inner * n_shared, take.under("shared_experts")) if n_shared else None
+        self.shared = MLP(d, inner * n_shared, kernels, take.under("shared_experts")) if n_shared else None
         self.routing: dict[str, Any] = {
             "top_k": config.num_experts_per_tok,
             "n_group": config.n_group,
@@ -214,7 +214,7 @@ class Layer(Fixable):
         if config.is_moe(index):
             self.mlp = MoE(config, kernels, take.under("mlp"), expert_parallel)
         else:
-            self.mlp = MLP(config.hidden_size, config.intermediate_size, take.under("mlp"))
+            self.mlp = MLP(config.hidden_size, config.intermediate_size, kernels, take.under("mlp"))
 
     def fix(self, kernels: Kernels) -> None:
         self.all_reduce = self.ranks.sum_in_order
@@ -256,7 +256,7 @@ class Target(nn.Module):
         self.norm = frozen(take("model.norm.weight", d))
         tied = config.tie_word_embeddings
         self.head = Matrix(self.embedding if tied else take.vocabulary("lm_head.weight", V, d))
-        self.rotary = Rotary(config.rope, config.qk_rope_head_dim, config.rope.amplitude(), device)
+        self.rotary = Rotary(config.rope, config.qk_rope_head_dim, config.rope.amplitude(), kernels, device)
 
     @classmethod
     def from_folder(

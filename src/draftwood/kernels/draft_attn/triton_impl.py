@@ -13,6 +13,7 @@ from torch import Tensor
 from draftwood.kernels.chip import Chip, chip_of
 from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.draft_attn import triton_kernels
+from draftwood.kernels.triton_rows import check_rows
 
 _LOG2_E = math.log2(math.e)
 _MERGE_ROWS = 2
@@ -40,9 +41,7 @@ def draft_attn(
     """
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"`q`: expected bfloat16, float16 or float32, got {q.dtype}")
-    for name, tensor in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
-        if tensor.stride(3) != 1:
-            raise ValueError(f"`{name}`: a head's numbers must be contiguous, got strides {tensor.stride()}")
+    check_rows(q=q, k_pages=k_pages, v_pages=v_pages, block_k=block_k, block_v=block_v)
     B, S, Hq, hd = q.shape
     n_pages, page, Hkv = k_pages.shape[:3]
     chip = chip_of(q.device)
@@ -57,10 +56,10 @@ def draft_attn(
     attend, merge = _constexprs(tiles, B, Hq // Hkv, hd, page, causal, window is not None)
     triton_kernels.attend[(programs,)](
         *(q, k_pages, v_pages, page_table.contiguous(), lengths),
-        *(block_k.contiguous(), block_v.contiguous(), out, part_o, part_lse, scale * _LOG2_E),
+        *(block_k, block_v, out, part_o, part_lse, scale * _LOG2_E),
         **sizes,
         n_pages=n_pages,
-        **_strides(q.stride(), k_pages.stride(), v_pages.stride()),
+        **_strides(*(tensor.stride() for tensor in (q, k_pages, v_pages, block_k, block_v))),
         **attend,
         num_warps=tiles.num_warps,
     )
@@ -153,7 +152,9 @@ def _compile_cases(
     arguments: dict[str, Any] = dict.fromkeys(("q", "k_pages", "v_pages", "block_k", "block_v"), f"*{item}")
     arguments |= {"page_table": "*i32", "context_len": "*i32", **outputs, "scale_log2": "fp32", **sizes}
     kv = (page * Hkv * hd, Hkv * hd, hd)
-    arguments |= {"n_pages": 4099, **_strides((S * Hkv * group * hd, Hkv * group * hd, hd), kv, kv)}
+    row = (group + 2) * Hkv * hd  # of a block's projections
+    block = (S * (group + 1) * Hkv * hd, (group + 1) * Hkv * hd, hd), (S * row, row, hd)
+    arguments |= {"n_pages": 4099, **_strides(block[0], kv, kv, *block)}
     name = f"{item} {B}x{S} group {group} x {hd} page {page}"
     merged = {"context_len": "*i32", **outputs, **sizes}
     launch = (tiles.num_warps, tiles.num_stages)
@@ -163,9 +164,12 @@ def _compile_cases(
     ]
 
 
-def _strides(q: Any, k: Any, v: Any) -> dict[str, int]:
-    names = ("q_b", "q_s", "q_h", "k_n", "k_p", "k_h", "v_n", "v_p", "v_h")
-    return dict(zip(names, (*q[:3], *k[:3], *v[:3]), strict=True))
+def _strides(q: Any, k: Any, v: Any, block_k: Any, block_v: Any) -> dict[str, int]:
+    names = [
+        f"{tensor}_{axis}" for tensor, axes in (("q", "bsh"), ("k", "nph"), ("v", "nph")) for axis in axes
+    ]
+    names += [f"block_{tensor}_{axis}" for tensor in "kv" for axis in "bsh"]
+    return dict(zip(names, (*q[:3], *k[:3], *v[:3], *block_k[:3], *block_v[:3]), strict=True))
 
 
 def _constexprs(

@@ -84,6 +84,12 @@ def attend(
     v_n,
     v_p,
     v_h,
+    block_k_b,
+    block_k_s,
+    block_k_h,
+    block_v_b,
+    block_v_s,
+    block_v_h,
     GROUP: tl.constexpr,
     HD: tl.constexpr,
     HD_PAD: tl.constexpr,
@@ -155,7 +161,8 @@ def attend(
 
         # The context's last, partly filled block and the block of queries itself.
         block_from = tl.cdiv(length, BLOCK_N)
-        own = (b * S * Hkv + head) * HD
+        k_own = block_k + b * block_k_b + head * block_k_h
+        v_own = block_v + b * block_v_b + head * block_v_h
         for i in tl.range(tl.maximum(first, full), last, num_stages=1):
             is_own = i >= block_from
             index = tl.where(is_own, i - block_from, i) * BLOCK_N + key
@@ -164,8 +171,8 @@ def attend(
             page_of = tl.minimum(tl.maximum(page_of, 0), n_pages - 1).to(tl.int64)
             k_at = k_head + page_of * k_n + index % PAGE * k_p
             v_at = v_head + page_of * v_n + index % PAGE * v_p
-            k_at = tl.where(is_own, block_k + own + index * Hkv * HD, k_at)
-            v_at = tl.where(is_own, block_v + own + index * Hkv * HD, v_at)
+            k_at = tl.where(is_own, k_own + index * block_k_s, k_at)
+            v_at = tl.where(is_own, v_own + index * block_v_s, v_at)
             k = tl.load(k_at[:, None] + col[None, :], mask=live[:, None] & inside, other=0.0)
             v = tl.load(v_at[:, None] + col[None, :], mask=live[:, None] & inside, other=0.0)
             s = tl.dot(query, tl.trans(k), input_precision="ieee") * scale_log2

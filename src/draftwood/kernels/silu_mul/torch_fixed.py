@@ -1,0 +1,14 @@
+"""silu_mul in torch, each row by itself."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from draftwood.kernels.by_row import by_row
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See `draftwood.kernels.silu_mul.silu_mul`."""
+    gate, up = gate_up.chunk(2, -1)
+    return by_row(F.silu, gate) * up
