@@ -133,7 +133,7 @@ def main() -> None:
         "timed": {},
     }
     if options.runs:
-        graphs = {"graphs": options.graphs}
+        graphs: dict[str, Any] = {"graphs": options.graphs}
         alone = timed(*where, options.runs, **graphs)
         together = timed(*where, options.runs, **several, **graphs)
         for name, a in alone.items():
