@@ -133,9 +133,8 @@ def main() -> None:
         "timed": {},
     }
     if options.runs:
-        graphs: dict[str, Any] = {"graphs": options.graphs}
-        alone = timed(*where, options.runs, **graphs)
-        together = timed(*where, options.runs, **several, **graphs)
+        alone = timed(*where, options.runs, graphs=options.graphs)
+        together = timed(*where, options.runs, graphs=options.graphs, **several)
         for name, a in alone.items():
             b, same = together[name], agreement(a.pop("tokens"), together[name].pop("tokens"))
             result["timed"][name] = {"1": a, str(options.tp): b, "agreement": same}
