@@ -139,7 +139,7 @@ def main() -> int:
     p.add_argument("--new", type=int, default=64)
     p.add_argument("--batches", type=int, nargs=2, default=[8, 32])
     p.add_argument("--budget", type=int, default=32)
-    p.add_argument("--graphs", action="store_true")
+    p.add_argument("--graphs", action=argparse.BooleanOptionalAction)
     p.add_argument("--deterministic", action="store_true")
     p.add_argument("--out", type=Path, required=True)
     args, console = p.parse_args(), Console(width=140)

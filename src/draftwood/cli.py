@@ -69,8 +69,13 @@ def generate(
         ),
     ] = False,
     graphs: Annotated[
-        bool, typer.Option("--graphs", help="Replay rounds as CUDA graphs, a round ahead of the host.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--graphs/--no-graphs",
+            help="Replay rounds as CUDA graphs, a round ahead of the host; default: on a GPU.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float64.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     yarn_rule: Annotated[

@@ -55,8 +55,11 @@ class EngineConfig(BaseModel):
     """Ranks that share the weights, one GPU each, or processes on a CPU."""
     expert_parallel: bool = False
     """With tp > 1: whole routed experts per rank, not a share of every expert."""
-    graphs: bool = False
-    """Replay rounds as CUDA graphs and learn their results a round late; on a CPU the same steps without graphs."""
+    graphs: bool | None = None
+    """Replay rounds as CUDA graphs and learn their results a round late; on a CPU the same steps without graphs.
+
+    None: on a GPU, unless a kernel runs on torch operations there, which wait for the host, or `max_batch` is too large.
+    """
     deterministic: bool = False
     """A request's numbers do not depend on what runs beside it, bit for bit: see docs/deterministic.md. Slower."""
     noise_coupled: bool = True

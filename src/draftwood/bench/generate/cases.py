@@ -41,7 +41,7 @@ class Models:
     layers: int | None = None
     prompts: tuple[str, ...] = ()  # files
     random_text: bool = False
-    graphs: bool = False
+    graphs: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

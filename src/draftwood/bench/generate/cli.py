@@ -66,8 +66,13 @@ def generate(
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float64"], typer.Option()] = "auto",
     device: Device = "auto",
     graphs: Annotated[
-        bool, typer.Option("--graphs", help="Replay rounds as CUDA graphs, in every mode.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--graphs/--no-graphs",
+            help="Replay rounds as CUDA graphs, in every mode; default: on a GPU.",
+            show_default=False,
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the prompts.")] = 0,
     budget: Seconds = "60s",
     deadline: Deadline = None,

@@ -56,7 +56,7 @@ def describe(models: Models, llm: LLM) -> dict[str, Any]:
     """What rows say of the model: its name, a digest of what it is made of, and its dtype."""
     dtype = str(llm.dtype).removeprefix("torch.")
     facts: dict[str, Any] = {"dtype": dtype, "exact": dtype in EXACT, "choices": llm.choices}
-    facts["graphs"] = models.graphs
+    facts["graphs"] = llm.config.graphs
     if models.synthetic:
         configs = [Path(p) for p in (models.synthetic, models.synthetic_drafter) if p]
         name = f"synthetic {configs[0].parent.name}/{configs[0].name}, layers={llm.target.config.num_hidden_layers}"
