@@ -24,7 +24,7 @@ from draftwood.kernels.noise.triton_impl import (
 from draftwood.kernels.run_case import cases_of, run, to_numpy, torch_inputs, verify
 from draftwood.kernels.sample import triton_impl as sample_impl
 from draftwood.kernels.topk_logprobs import triton_impl as topk_impl
-from draftwood.kernels.triton_ops import from_ordered, largest, ordered, packed, packed_index, packed_value
+from draftwood.kernels.triton_ops import from_ordered, ordered, packed, packed_index, packed_value
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -90,22 +90,6 @@ def test_keys_are_in_the_order_of_values_then_ids():
     np.testing.assert_array_equal(by_key, np.lexsort((i, -given.cpu().numpy().astype(np.float64))))
 
 
-@triton.jit
-def largest_kernel(keys, out, LOG_N: tl.constexpr, LOG_K: tl.constexpr):
-    found = largest(tl.load(keys + tl.arange(0, 1 << LOG_N)), LOG_N, LOG_K)
-    tl.store(out + tl.arange(0, 1 << LOG_K), found)
-
-
-@pytest.mark.parametrize(("log_n", "log_k"), [(0, 0), (5, 0), (5, 5), (6, 3), (9, 5), (10, 6)])
-def test_largest(log_n, log_k):
-    rng = np.random.default_rng(0)
-    for low, high in ((-(2**63), 2**63), (-3, 3)):
-        keys = torch.from_numpy(rng.integers(low, high, 1 << log_n, dtype=np.int64)).to(DEVICE)
-        out = torch.empty(1 << log_k, dtype=torch.int64, device=DEVICE)
-        largest_kernel[(1,)](keys, out, log_n, log_k)
-        assert torch.equal(out, keys.sort(descending=True).values[: 1 << log_k])
-
-
 @pytest.mark.parametrize(("coupled", "values"), [(0, "ties"), (1, "holes")])
 def test_topk_slices_merge_to_the_whole(coupled, values):
     cases = cases_of("topk_logprobs")
@@ -116,6 +100,18 @@ def test_topk_slices_merge_to_the_whole(coupled, values):
     cuts = [0, 1, 6, 130, 299, 300]
     parts = [topk_impl.partial(logits[..., a:b], k, a, **given) for a, b in pairwise(cuts)]
     cases.compare(case, to_numpy(topk_impl.merge(parts, k)), run(case, inputs, "ref"))
+
+
+@pytest.mark.parametrize("coupled", [0, 1])
+def test_topk_over_many_tiles(coupled):
+    """Groups of groups; the best spread out, side by side (lists of more than one chunk), and too many that are equal."""
+    cases, V = cases_of("topk_logprobs"), 20000
+    case = make_case("topk_logprobs", cases.DEFAULTS, D=3, V=V, k=16, coupled=coupled)
+    inputs = cases.make(case)
+    rng = np.random.default_rng(0)
+    inputs["logits"][0, 1, 3000:3600] += 20 + 8 * (rng.random(600) < 0.1)
+    inputs["logits"][0, 2] = np.where(np.arange(V) % 7 == 3, np.float32(2.5), np.float32(-1e4))
+    cases.compare(case, run(case, inputs, "triton", DEVICE), run(case, inputs, "ref"))
 
 
 def test_topk_when_noise_decides_nothing():

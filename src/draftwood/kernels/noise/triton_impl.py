@@ -26,7 +26,13 @@ def random_bits(seed, position, token):
 @triton.jit
 def tile_bits(seed, position, first, SIZE: tl.constexpr):
     """[SIZE] u32: `random_bits` of the tokens first..first + SIZE - 1; first and SIZE are multiples of 4."""
-    w0, w1, w2, w3 = _philox(seed, position, (first // 4 + tl.arange(0, SIZE // 4)).to(tl.uint32))
+    return block_bits(seed, position, first // 4 + tl.arange(0, SIZE // 4), SIZE)
+
+
+@triton.jit
+def block_bits(seed, position, block, SIZE: tl.constexpr):
+    """[SIZE] u32: `random_bits` of the four tokens from 4 * i on, for each i of block [SIZE / 4] in turn."""
+    w0, w1, w2, w3 = _philox(seed, position, block.to(tl.uint32))
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [SIZE])
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.topk_logprobs import Partial, check_arguments
-from draftwood.kernels.topk_logprobs.triton_kernels import FAN, SCAN_TILE, TILE, combine, scan, select, stream
+from draftwood.kernels.topk_logprobs.triton_kernels import SCAN_TILE, TILE, combine, scan, select, stream
 
-_MOST_SORTED = 256
+_MOST_RANKED = 128
 """More candidates than this are found one after the other."""
 
 
@@ -60,22 +60,40 @@ def compile_cases(capability: int) -> list[CompileCase]:
     """See `draftwood.kernels.compile_case`."""
     cases = []
     for coupled in (False, True):
-        k = 8 if coupled else 32  # the coupled sorts are twice as long, and compile slowly
-        sizes = {"offset": 0, "D": 7, "v": 163840, "k": k, "tiles": 40, "logits_b": 7 * 163840}
-        types: dict[str, str | int] = {"logits": "*bf16", "seed": "*i64", "position": "*i32", "ids": "*i32"}
-        types |= sizes | {"logits_d": 163840}
-        for kernel, constexprs, warps in (
-            (stream, {"COUPLED": coupled, "TILE": TILE}, _STREAM_WARPS[coupled]),
-            (select, {"COUPLED": coupled, "TILE": TILE, **_logs(k, 40, coupled)}, _SELECT_WARPS),
-        ):
-            arguments = {n: types.get(n, "*fp32") for n in kernel.arg_names if n not in constexprs}
-            name = f"{kernel.__name__}, coupled={coupled}"
-            cases.append(CompileCase(name, kernel, arguments, constexprs, warps))
-    wide = {**types, **dict.fromkeys(("logits", "value", "maximum", "total"), "*fp64"), "n": 64, "slices": 2}
+        sizes = _sizes(32, 40)
+        arguments: dict[str, str | int] = {
+            "logits": "*bf16",
+            "seed": "*i64",
+            "position": "*i32",
+            "ids": "*i32",
+        }
+        arguments |= {
+            "listed": "*i32",
+            "found": "*i64",
+            "offset": 0,
+            "D": 7,
+            "v": 163840,
+            "k": 32,
+            "tiles": 40,
+        }
+        arguments |= {"logits_b": 7 * 163840, "logits_d": 163840}
+        for kernel, warps in ((stream, _STREAM_WARPS[coupled]), (select, _SELECT_WARPS)):
+            every = {"COUPLED": coupled, "TILE": TILE, **sizes}
+            constexprs = {n: every[n] for n in kernel.arg_names if n in every}
+            types = {n: arguments.get(n, "*fp32") for n in kernel.arg_names if n not in constexprs}
+            cases.append(
+                CompileCase(f"{kernel.__name__}, coupled={coupled}", kernel, types, constexprs, warps)
+            )
+    wide = {
+        **arguments,
+        **dict.fromkeys(("logits", "value", "maximum", "total"), "*fp64"),
+        "n": 64,
+        "slices": 2,
+    }
     wide["out_ids"] = "*i32"
     for kernel, constexprs in ((scan, {"COUPLED": True, "TILE": SCAN_TILE}), (combine, {"TILE": 64})):
-        arguments = {n: wide.get(n, "*fp32") for n in kernel.arg_names if n not in constexprs}
-        cases.append(CompileCase(kernel.__name__, kernel, arguments, constexprs))
+        types = {n: wide.get(n, "*fp32") for n in kernel.arg_names if n not in constexprs}
+        cases.append(CompileCase(kernel.__name__, kernel, types, constexprs))
     return cases
 
 
@@ -105,41 +123,52 @@ def _best(
     outputs, strides = (value, ids, lp, maximum, total), (logits.stride(0), logits.stride(1))
     if B * D == 0:
         return Partial(value, ids, maximum, total), lp
-    if wide == torch.float64 or k > _MOST_SORTED:
+    if wide == torch.float64:
         tile = min(SCAN_TILE, triton.next_power_of_2(v))
         scan[(B * D,)](logits, *noise, *outputs, offset, D, v, k, *strides, COUPLED=coupled, TILE=tile)
         return Partial(value, ids, maximum, total), lp
     tiles = triton.cdiv(offset % 4 + v, TILE)
-    fine, coarse, maxima, totals = (
+    sizes = _sizes(k, tiles)
+    coarse, fine, maxima, totals = (
         torch.empty(B * D, n, dtype=torch.float32, device=device)
-        for n in (tiles * TILE // FAN, tiles * TILE // FAN**2, tiles, tiles)
+        for n in (tiles * TILE // sizes["COARSE"], tiles * TILE // sizes["FINE"], tiles, tiles)
     )
-    between = (fine, coarse, maxima, totals)
+    between = (coarse, fine, maxima, totals)
+    listed = torch.empty(B * D, 2, sizes["ROOM"], dtype=torch.int32, device=device)
+    found = torch.empty(B * D, sizes["ROOM"], dtype=torch.int64, device=device)
     stream[(B * D, tiles)](
         *(logits, *noise, *between, offset, D, v, *strides),
         COUPLED=coupled,
         TILE=TILE,
+        COARSE=sizes["COARSE"],
+        FINE=sizes["FINE"],
         num_warps=_STREAM_WARPS[coupled],
     )
     select[(B * D,)](
-        *(logits, *noise, *between, *outputs, offset, D, v, k, tiles, *strides),
+        *(logits, *noise, *between, listed, found, *outputs, offset, D, v, k, tiles, *strides),
         COUPLED=coupled,
         TILE=TILE,
         num_warps=_SELECT_WARPS,
-        **_logs(k, tiles, coupled),
+        **sizes,
     )
     return Partial(value, ids, maximum, total), lp
 
 
-def _logs(k: int, tiles: int, coupled: bool) -> dict[str, int]:
-    """Sizes of what `select` sorts, as powers of two; the coupled one needs room for near ties."""
-    log_k = _log2(k) + coupled
+def _sizes(k: int, tiles: int) -> dict[str, int]:
+    """Tokens in a group and in a subgroup, and how many groups, classes and entries of a list `select` holds; powers of two.
+
+    The k-th best maximum of twice as many classes lets 1.4 k tokens through if the best are spread evenly.
+    """
+    power = triton.next_power_of_2
+    coarse = min(4 * power(tiles), TILE)
+    groups = power(tiles * TILE // coarse)
+    few = k <= _MOST_RANKED
     return {
-        "LOG_K": log_k,
-        "LOG_COARSE": max(log_k, _log2(tiles * TILE // FAN**2)),
-        "LOG_TILES": _log2(tiles),
+        "COARSE": coarse,
+        "FINE": min(coarse, 16),
+        "GROUPS": groups,
+        "CLASSES": min(2 * power(k), groups) if few else 2,
+        "ROOM": max(64, 4 * power(k)) if few else 2,
+        "CHUNK": max(16, min(2 * power(k), 64)),
+        "TILES": power(tiles),
     }
-
-
-def _log2(n: int) -> int:
-    return (n - 1).bit_length()

@@ -1,11 +1,13 @@
 """The device code of `topk_logprobs`.
 
-The k best of a row lie in the k groups of 16 consecutive tokens with the largest maxima (equal ones: the first), and so
-on for groups of groups. So `stream` reads the logits once, leaves these maxima and the softmax sum of each tile, and
-`select` walks down: a sort of few keys per level instead of one of the vocabulary.
+`stream` reads the logits once and leaves the maxima of groups of consecutive tokens, and the softmax sum of each tile. If k
+maxima reach some x, so do k tokens or more. `select` takes such an x from the maxima of twice as many classes of groups,
+which it compares each with each; then it lists the groups, their subgroups and the tokens that reach it, about 1.4 k, and ranks
+those. A list costs a running sum, a rank a few comparisons: nothing is sorted, and no code is long. Where too
+many tokens reach x, the best group hands over its best token k times.
 
-Noise-coupled rows are streamed with fp32 stand-ins x~ of x = logit / temperature + noise. `select` takes twice as many as asked
-for and ranks those by their exact x; if what it left behind could come within the k best after all, it scans every token.
+Noise-coupled rows are streamed with fp32 stand-ins x~ of x = logit / temperature + noise, listed with allowance for
+their error and ranked by the exact x. If too many are listed, every token is scanned.
 """
 
 from __future__ import annotations
@@ -17,22 +19,23 @@ from draftwood.kernels.noise.triton_impl import (
     RATE_ERROR,
     approximate_log,
     approximate_rate,
+    block_bits,
     gumbel,
     random_bits,
     tile_bits,
 )
-from draftwood.kernels.triton_ops import largest, packed, packed_index, packed_value
+from draftwood.kernels.triton_ops import packed, packed_index, packed_value
 
-FAN = 16
 TILE = 4096
 SCAN_TILE = 1024
 
-_FAN = tl.constexpr(FAN)
 _SCAN_TILE = tl.constexpr(SCAN_TILE)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NEVER = tl.constexpr(float("-inf"))
 _NO_KEY = tl.constexpr(-(2**63))
+_FULL = tl.constexpr(2**63 - 1)
 _LAST = tl.constexpr(0x7FFFFFFF)
+_STEP = tl.constexpr(32)  # keys that all others are compared with at a time
 
 
 @triton.jit
@@ -41,8 +44,8 @@ def stream(
     temperature,  # [B]
     seed,
     position,  # [B, D]
-    fine,  # [B * D, tiles * TILE / 16], maxima of 16 tokens
-    coarse,  # [B * D, tiles * TILE / 256]
+    coarse,  # [B * D, tiles * TILE / COARSE], maxima of groups of COARSE tokens
+    fine,  # [B * D, tiles * TILE / FINE], likewise, if these are smaller
     maximum,  # [B * D, tiles]
     total,
     offset,  # token of column 0
@@ -52,6 +55,8 @@ def stream(
     logits_d,
     COUPLED: tl.constexpr,
     TILE: tl.constexpr,
+    COARSE: tl.constexpr,
+    FINE: tl.constexpr,
 ):
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     b, d = row // D, row % D
@@ -64,23 +69,25 @@ def stream(
         if t > 0:
             bits = tile_bits(tl.load(seed + b), tl.load(position + row), first, TILE)
             x = x / t - approximate_log(approximate_rate(bits))
-    of_16, of_256, top, sums = _summary(x, TILE)
+    of_fine, of_coarse, top, sums = _summary(x, TILE, COARSE, FINE)
     if (sums < float("inf")) == 0:  # NaN or an infinity among them
-        of_16, of_256, top, sums = _summary(finite(x), TILE)
-    tl.store(fine + (row * tiles + tile) * (TILE // _FAN) + tl.arange(0, TILE // _FAN), of_16)
-    group = tl.arange(0, TILE // (_FAN * _FAN))
-    tl.store(coarse + (row * tiles + tile) * (TILE // (_FAN * _FAN)) + group, of_256)
+        of_fine, of_coarse, top, sums = _summary(finite(x), TILE, COARSE, FINE)
+    if FINE < COARSE:
+        tl.store(fine + (row * tiles + tile) * (TILE // FINE) + tl.arange(0, TILE // FINE), of_fine)
+    tl.store(coarse + (row * tiles + tile) * (TILE // COARSE) + tl.arange(0, TILE // COARSE), of_coarse)
     tl.store(maximum + row * tiles + tile, top)
     tl.store(total + row * tiles + tile, sums)
 
 
 @triton.jit
-def _summary(x, TILE: tl.constexpr):
-    """Maxima of 16, of 256 and of all tokens of a tile, and its softmax sum, which is neither NaN nor inf if x is sound."""
-    of_16 = tl.max(tl.reshape(x, [TILE // _FAN, _FAN]), 1)
-    of_256 = tl.max(tl.reshape(of_16, [TILE // (_FAN * _FAN), _FAN]), 1)
-    top = tl.max(of_256)
-    return of_16, of_256, top, tl.sum(tl.exp2((x - shift_of(top)) * _LOG2_E))
+def _summary(x, TILE: tl.constexpr, COARSE: tl.constexpr, FINE: tl.constexpr):
+    """Maxima of groups and of all tokens of a tile, and its softmax sum, which is neither NaN nor inf if x is sound."""
+    of_fine = tl.max(tl.reshape(x, [TILE // FINE, FINE]), 1)
+    of_coarse = of_fine
+    if FINE < COARSE:
+        of_coarse = tl.max(tl.reshape(of_fine, [TILE // COARSE, COARSE // FINE]), 1)
+    top = tl.max(of_coarse)
+    return of_fine, of_coarse, top, tl.sum(tl.exp2((x - shift_of(top)) * _LOG2_E))
 
 
 @triton.jit
@@ -89,10 +96,12 @@ def select(
     temperature,
     seed,
     position,
-    fine,
     coarse,
+    fine,
     tile_maximum,
     tile_total,
+    listed,  # [B * D, 2, ROOM] i32, groups; written and read here
+    found,  # [B * D, ROOM] i64, keys of tokens; likewise
     value,  # [B * D, k]
     ids,
     lp,
@@ -107,53 +116,160 @@ def select(
     logits_d,
     COUPLED: tl.constexpr,
     TILE: tl.constexpr,
-    LOG_K: tl.constexpr,
-    LOG_COARSE: tl.constexpr,
-    LOG_TILES: tl.constexpr,
+    COARSE: tl.constexpr,
+    FINE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CLASSES: tl.constexpr,
+    ROOM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     b, d = row // D, row % D
     logits += b * logits_b + d * logits_d
+    listed += row * 2 * ROOM
+    found += row * ROOM
     base = offset // 4 * 4  # where the first group starts
-    n_coarse, n_fine = tiles * (TILE // (_FAN * _FAN)), tiles * (TILE // _FAN)
-
-    group = tl.arange(0, 1 << LOG_COARSE)
-    keys = _keys(
-        tl.load(coarse + row * n_coarse + group, mask=group < n_coarse, other=_NEVER), group, group < n_coarse
-    )
-    group, valid = _members(largest(keys, LOG_COARSE, LOG_K), LOG_K)
-    keys = _keys(tl.load(fine + row * n_fine + group, mask=valid, other=_NEVER), group, valid)
-    place, valid = _members(largest(keys, LOG_K + 4, LOG_K), LOG_K)
-    column = base + place - offset
-    valid = valid & (column >= 0) & (column < v)
-    x = tl.load(logits + column, mask=valid, other=_NEVER).to(tl.float32)
-    rank = tl.arange(0, 1 << LOG_K)
-    t, s, p, crowded = 0.0, tl.full([], 0, tl.int64), 0, tl.full([], 0, tl.int1)
+    groups = tiles * (TILE // COARSE)
+    group = tl.max_contiguous(tl.arange(0, GROUPS), 1)  # so that loads and lists have one layout
+    peak = tl.load(coarse + row * groups + group, mask=group < groups, other=_NEVER)
+    tile = tl.arange(0, TILES)
+    tops = tl.load(tile_maximum + row * tiles + tile, mask=tile < tiles, other=_NEVER)
+    sums = tl.load(tile_total + row * tiles + tile, mask=tile < tiles, other=0.0)
+    t, s, p = 0.0, tl.full([], 0, tl.int64), 0
     if COUPLED:
         t, s, p = tl.load(temperature + b), tl.load(seed + b), tl.load(position + row)
-        if t > 0:
-            x = x / t - approximate_log(approximate_rate(random_bits(s, p, base + place)))
-        keys = largest(_keys(finite(x), place, valid), LOG_K + 4, LOG_K)
-        if t > 0:
-            keys, crowded = _by_exact_values(logits, t, s, p, keys, base, offset, v, k, LOG_K)
-    else:
-        keys = largest(_keys(finite(x), place, valid), LOG_K + 4, LOG_K)
 
-    x = packed_value(keys)
-    top = tl.max(tl.where(rank == 0, x, _NEVER))
-    tile = tl.arange(0, 1 << LOG_TILES)
-    m = tl.load(tile_maximum + row * tiles + tile, mask=tile < tiles, other=_NEVER)
-    sums = tl.load(tile_total + row * tiles + tile, mask=tile < tiles, other=0.0)
-    sums = tl.where(sums > 0, sums * tl.exp(m - shift_of(top)), 0.0)
-    if crowded:
-        scan_row(logits, t, s, p, value, ids, lp, maximum, total, row, offset, v, k, COUPLED, _SCAN_TILE)
-    else:
-        tl.store(maximum + row, top)
-        tl.store(total + row, tl.sum(sums))
-        kept = rank < k
+    low = _reached(tl.max(tl.reshape(peak, [GROUPS // CLASSES, CLASSES]), 0), k)
+    if t > 0:
+        low -= (
+            4 * RATE_ERROR + tl.abs(low) * 1e-6
+        )  # the k-th best and a token that should be listed may both be off
+    n = tl.full([], 0, tl.int32)
+    if low > _NEVER:
+        n = _append(listed, 0, group, peak >= low, ROOM)
+        tl.debug_barrier()
+        if FINE < COARSE:
+            FAN: tl.constexpr = COARSE // FINE
+            n_coarse, n = n, tl.full([], 0, tl.int32)
+            fine += row * (tiles * (TILE // FINE))
+            for start in range(0, tl.minimum(n_coarse, ROOM), CHUNK):
+                group, real = _members(listed, start, n_coarse, CHUNK, FAN)
+                x = tl.load(fine + group, mask=real, other=_NEVER)
+                n = _append(listed + ROOM, n, group, x >= low, ROOM)
+            listed += ROOM
+            tl.debug_barrier()
+        n_fine, n = n, tl.full([], 0, tl.int32)
+        for start in range(0, tl.minimum(n_fine, ROOM), CHUNK):
+            place, real = _members(listed, start, n_fine, CHUNK, FINE)
+            column = base + place - offset
+            real = real & (column >= 0) & (column < v)
+            x = tl.load(logits + column, mask=real, other=_NEVER).to(tl.float32)
+            if COUPLED:  # noqa: SIM102 - t is known at run time only
+                if t > 0:
+                    quad, _ = _members(listed, start, n_fine, CHUNK, FINE // 4)
+                    bits = block_bits(s, p, base // 4 + quad, CHUNK * FINE)
+                    x = x / t - approximate_log(approximate_rate(bits))
+            x = finite(x)
+            n = _append(found, n, packed(x, place), x >= low, ROOM)
+        n = tl.maximum(n, n_fine)
+        tl.debug_barrier()
+
+    top = tl.max(tops)
+    if (n > 0) & (n <= ROOM):
+        nth = tl.arange(0, ROOM)
+        if COUPLED:  # noqa: SIM102
+            if t > 0:
+                place = packed_index(tl.load(found + nth, mask=nth < n, other=_NO_KEY))
+                x = _value(logits, t, s, p, base + place - offset, offset, v, tl.float32, True)
+                tl.debug_barrier()
+                tl.store(found + nth, packed(x, place), mask=nth < n)
+                tl.debug_barrier()
+        keys = tl.load(found + nth, mask=nth < n, other=_NO_KEY)
+        rank = _ranks(found, keys, n)
+        kept = (rank < k) & (nth < n)
+        x = packed_value(keys)
+        if t > 0:
+            top = packed_value(tl.max(keys))
+        all_sums = _softmax_sum(tops, sums, top)
         tl.store(value + row * k + rank, x, mask=kept)
         tl.store(ids + row * k + rank, base + packed_index(keys), mask=kept)
-        tl.store(lp + row * k + rank, log_softmax(x, top, tl.sum(sums)), mask=kept)
+        tl.store(lp + row * k + rank, log_softmax(x, top, all_sums), mask=kept)
+        tl.store(maximum + row, top)
+        tl.store(total + row, all_sums)
+    elif t > 0:
+        scan_row(logits, t, s, p, value, ids, lp, maximum, total, row, offset, v, k, COUPLED, _SCAN_TILE)
+    else:
+        all_sums = _softmax_sum(tops, sums, top)
+        _one_by_one(logits, peak, value, ids, lp, row, top, all_sums, base, offset, v, k, COARSE)
+        tl.store(maximum + row, top)
+        tl.store(total + row, all_sums)
+
+
+@triton.jit
+def _reached(x, k):
+    """The largest of x [N] that at least k of them reach; -inf if N < k. No entry is NaN."""
+    by = tl.sum((x[:, None] >= x[None, :]).to(tl.int32), 0)
+    return tl.max(tl.where(by >= k, x, _NEVER))
+
+
+@triton.jit
+def _append(listed, n, entry, chosen, ROOM: tl.constexpr):
+    """Write the chosen entries behind the first n of a list while there is room; returns how many there are then."""
+    chosen = chosen.to(tl.int32)
+    at = n + tl.cumsum(chosen, 0) - 1
+    tl.store(listed + at, entry, mask=(chosen != 0) & (at < ROOM))
+    return n + tl.sum(chosen)
+
+
+@triton.jit
+def _members(listed, start, n, CHUNK: tl.constexpr, FAN: tl.constexpr):
+    """[CHUNK * FAN] members of groups start..start + CHUNK - 1 of a list of n, and whether there is such a group."""
+    i = tl.max_contiguous(tl.arange(0, CHUNK * FAN), 1)
+    group = tl.load(listed + start + i // FAN, mask=start + i // FAN < n, other=0)
+    return group * FAN + i % FAN, start + i // FAN < n
+
+
+@triton.jit
+def _ranks(found, keys, n):
+    """How many of the n keys at `found` are larger than each of keys [ROOM]."""
+    larger = tl.zeros([_STEP, keys.shape[0]], tl.int32)
+    for start in range(0, n, _STEP):
+        nth = start + tl.arange(0, _STEP)
+        other = tl.load(found + nth, mask=nth < n, other=_NO_KEY)
+        larger += (other[:, None] > keys[None, :]).to(tl.int32)
+    return tl.sum(larger, 0)
+
+
+@triton.jit
+def _softmax_sum(tops, sums, top):
+    """Of all tiles, relative to the largest of all."""
+    return tl.sum(tl.where(sums > 0, sums * tl.exp(tops - shift_of(top)), 0.0))
+
+
+@triton.jit
+def _one_by_one(
+    logits, peak, value, ids, lp, row, top, total, base, offset, v, k, COARSE: tl.constexpr
+):  # fmt: skip
+    """The next best of the group with the best maximum, k times."""
+    group = tl.arange(0, peak.shape[0])
+    start = base - offset + group * COARSE
+    keys = tl.where((start + COARSE > 0) & (start < v), packed(peak, group), _NO_KEY)
+    last = tl.full([], _FULL, tl.int64)
+    for rank in range(k):
+        at = packed_index(tl.max(keys))
+        place = at * COARSE + tl.arange(0, COARSE)
+        column = base + place - offset
+        real = (column >= 0) & (column < v)
+        own = packed(finite(tl.load(logits + column, mask=real, other=_NEVER).to(tl.float32)), place)
+        last = tl.max(tl.where(real & (own < last), own, _NO_KEY))
+        after = tl.max(tl.where(real & (own < last), own, _NO_KEY))
+        rest = packed(packed_value(after), at)
+        keys = tl.where(group == at, tl.where(after > _NO_KEY, rest, _NO_KEY), keys)
+        x = packed_value(last)
+        tl.store(value + row * k + rank, x)
+        tl.store(ids + row * k + rank, base + packed_index(last))
+        tl.store(lp + row * k + rank, log_softmax(x, top, total))
 
 
 @triton.jit
@@ -176,7 +292,7 @@ def scan(
     COUPLED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The same for f64 logits or large k."""
+    """The same for f64 logits."""
     row = tl.program_id(0).to(tl.int64)
     b, d = row // D, row % D
     logits += b * logits_b + d * logits_d
@@ -283,33 +399,7 @@ def shift_of(maximum):
 @triton.jit
 def log_softmax(x, maximum, total):
     """f32. The largest adds 1 to the total, so that the result is at most 0 however the sum is rounded."""
-    wide = x.to(tl.float64) - shift_of(maximum).to(tl.float64)
-    return (wide - tl.log(tl.maximum(total.to(tl.float64), 1.0))).to(tl.float32)
-
-
-@triton.jit
-def _keys(x, index, valid):
-    return tl.where(valid, packed(x, index), _NO_KEY)
-
-
-@triton.jit
-def _members(keys, LOG_K: tl.constexpr):
-    """Indices of the members of the groups that the keys name, and whether there is such a group."""
-    index = packed_index(keys)[:, None] * _FAN + tl.arange(0, _FAN)[None, :]
-    valid = tl.broadcast_to((keys > _NO_KEY)[:, None], index.shape)
-    return tl.reshape(index, [_FAN << LOG_K]), tl.reshape(valid, [_FAN << LOG_K])
-
-
-@triton.jit
-def _by_exact_values(logits, t, seed, position, keys, base, offset, v, k, LOG_K: tl.constexpr):
-    """Keys of the same tokens by their exact values, and whether a token without a key could be among the k best."""
-    left = packed_value(tl.min(keys))  # NaN if there is no such token
-    place = packed_index(keys)
-    x = _value(logits, t, seed, position, base + place - offset, offset, v, tl.float32, True)
-    keys = largest(_keys(x, place, keys > _NO_KEY), LOG_K, LOG_K)
-    least = packed_value(tl.max(tl.where(tl.arange(0, 1 << LOG_K) == k - 1, keys, _NO_KEY)))
-    slack = 4 * RATE_ERROR + tl.abs(left) * 4.8e-7  # two units in the last place, twice
-    return keys, (left > _NEVER) & (least <= left + slack)
+    return ((x - shift_of(maximum)) - tl.log(tl.maximum(total, 1.0))).to(tl.float32)
 
 
 @triton.jit
