@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftwood.kernels.registry import BETWEEN_PRODUCTS, load
+from draftwood.kernels.registry import (
+    BETWEEN_PRODUCTS,
+    KernelUnavailableError,
+    choose,
+    load,
+    load_kernels,
+)
 from draftwood.kernels.run_case import cases_of, torch_inputs
 from draftwood.training.kernels import training_kernels
 
@@ -79,6 +85,17 @@ def test_angles_of_any_size_in_triton():
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g[:-2], w[:-2], rtol=0, atol=3e-11)
         torch.testing.assert_close(g, w, rtol=0, atol=1e-6)
+
+
+def test_deterministic_mode_takes_what_computes_rows_by_themselves():
+    pytest.importorskip("triton")
+    for device, impl in (("cpu", "torch_fixed"), ("cuda", "triton")):
+        chosen = {c.kernel: c for c in load_kernels(device, deterministic=True).choices}
+        for kernel in ("add_rms_norm", "mla_inputs", "silu_mul", "rotary"):
+            assert chosen[kernel].impl == impl
+            assert chosen[kernel].reason.startswith("deterministic")
+    with pytest.raises(KernelUnavailableError, match=r"`torch` is not deterministic; .*: triton, torch_fixed"):
+        choose("silu_mul", "cpu", "torch", deterministic=True)
 
 
 def test_training_uses_what_has_a_gradient():

@@ -32,7 +32,7 @@ def wide(x):
 @triton.jit
 def inverse_rms(x, WIDTH: tl.constexpr, EPS: tl.constexpr):
     """1 / sqrt(mean of squares + EPS) over the last axis of wide numbers, 0 where they fill up; that axis stays, with length 1."""
-    mean = tl.sum(x * x, x.shape.__len__() - 1, keep_dims=True) / WIDTH + EPS
+    mean = tl.sum(x * x, -1, keep_dims=True) / WIDTH + EPS
     return 1 / tl.sqrt(mean) if x.dtype == tl.float64 else tl.rsqrt(mean)
 
 
