@@ -94,7 +94,9 @@ def test_deterministic_mode_takes_what_computes_rows_by_themselves():
         for kernel in ("add_rms_norm", "mla_inputs", "silu_mul", "rotary"):
             assert chosen[kernel].impl == impl
             assert chosen[kernel].reason.startswith("deterministic")
-    with pytest.raises(KernelUnavailableError, match=r"`torch` is not deterministic; .*: triton, torch_fixed"):
+    with pytest.raises(
+        KernelUnavailableError, match=r"`torch` is not deterministic; .*: triton, torch_fixed"
+    ):
         choose("silu_mul", "cpu", "torch", deterministic=True)
 
 
