@@ -1,7 +1,7 @@
 """verify_attn in Gluon, for Hopper: latents of 512 + 64 numbers in bf16 (see `draftwood.kernels.specialised`).
 
-One launch over runs of (request, tile of 64 rows, block of 64 keys), one that merges cut tiles (see `gluon_line`). Each is
-launched before the one ahead of it has ended, and waits for that before it touches memory.
+One launch per layer, of one program per multiprocessor, that begins before the launch ahead of it has ended and waits for that
+before it touches memory.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from draftwood.kernels.chip import chip_of
 from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.specialised import refusal
-from draftwood.kernels.verify_attn import gluon_kernels, gluon_merge, use_of
-from draftwood.kernels.verify_attn.tiles import merge_rows
+from draftwood.kernels.verify_attn import gluon_kernels, use_of
 
-WIDTH = 576
+WIDTH, VALUE_DIM = 576, 512
 
-TUNING = {"GRAIN": 2, "AHEAD": 1}
+TUNING = {"GRAIN": 4, "AHEAD": 1}
 """GRAIN: pieces of 64 columns to a barrier. AHEAD: see `gluon_kernels`."""
 
 _LOG2_E = math.log2(math.e)
-_WARPS = 4  # of `attend`'s first warpgroup, which asks for the others, and of the merge
+_WARPS = 4  # of `attend`'s first warpgroup, which asks for the others
 _LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -51,48 +50,58 @@ def verify_attn(
         raise NotImplementedError(f"gluon {why_not}")
     if not pages.is_contiguous():
         raise ValueError(f"`pages`: expected contiguous pages, got strides {pages.stride()}")
-    B, T, H, _ = q.shape
-    programs = chip_of(q.device).n_sms
-    o = torch.empty((B, T, H, value_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((B, T, H), dtype=torch.float32, device=q.device)
-    part_lse = torch.empty((programs, 2, 64), dtype=torch.float32, device=q.device)
-    part_o = torch.empty((programs, 2, 64, value_dim), dtype=q.dtype, device=q.device)
-    lengths = prefix_len.contiguous(), n_slots.contiguous()
-    outputs = o, lse, part_o, part_lse
-    sizes = {"B": B, "T": T, "H": H, "M": page_table.shape[1]}
-    b_pad = 1 if B == 1 else max(32, triton.next_power_of_2(B))
-    gluon_kernels.attend[(programs,)](
-        _descriptor(q, 64),
-        _descriptor(pages, pages.shape[1]),
-        _descriptor(tree_kv, 64),
-        page_table.contiguous(),
-        *lengths,
-        ancestors.contiguous(),
-        *outputs,
-        scale * _LOG2_E,
-        **sizes,
-        n_pages=pages.shape[0],
-        words=ancestors.shape[2],
-        PAGE=pages.shape[1],
-        PROGRAMS=programs,
-        B_PAD=b_pad,
-        **TUNING,
-        num_warps=_WARPS,
-        launch_pdl=True,
+    return Attention(page_table, prefix_len, ancestors, n_slots, pages.shape[1]).with_lse(
+        q, pages, tree_kv, scale
     )
-    rows = merge_rows(B * T * H, programs)
-    gluon_merge.merge_parts[(triton.cdiv(T * H, rows), B)](
-        *lengths,
-        *outputs,
-        **sizes,
-        PAGE=pages.shape[1],
-        PROGRAMS=programs,
-        B_PAD=b_pad,
-        ROWS=rows,
-        num_warps=_WARPS,
-        launch_pdl=True,
-    )
-    return o, lse
+
+
+class Attention:
+    """`verify_attn` of one pass. Its layers take turns with one workspace, so they run in the order of one stream."""
+
+    def __init__(
+        self, page_table: Tensor, prefix_len: Tensor, ancestors: Tensor, n_slots: Tensor, page: int
+    ) -> None:
+        device = page_table.device
+        self.page = page
+        self.page_table, self.ancestors = page_table.contiguous(), ancestors.contiguous()
+        self.lengths = prefix_len.contiguous(), n_slots.contiguous()
+        self.programs = programs = chip_of(device).n_sms
+        self.arrivals = torch.zeros((programs, 2), dtype=torch.int32, device=device)
+        self.part_o = torch.empty((programs, 2, 64, VALUE_DIM), dtype=torch.bfloat16, device=device)
+        self.part_lse = torch.empty((programs, 2, 2, 64), dtype=torch.float32, device=device)
+
+    def __call__(self, q: Tensor, pages: Tensor, tree_kv: Tensor, scale: float, *, value_dim: int) -> Tensor:
+        """o [B, T, H, R]; the arguments are those that differ from layer to layer."""
+        return self.with_lse(q, pages, tree_kv, scale)[0]
+
+    def with_lse(self, q: Tensor, pages: Tensor, tree_kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """o, and lse [B, T, H]."""
+        B, T, H, _ = q.shape
+        o = torch.empty((B, T, H, VALUE_DIM), dtype=q.dtype, device=q.device)
+        lse = torch.empty((B, T, H), dtype=torch.float32, device=q.device)
+        gluon_kernels.attend[(self.programs,)](
+            _descriptor(q, 64),
+            _descriptor(pages, self.page),
+            _descriptor(tree_kv, 64),
+            self.page_table,
+            *self.lengths,
+            self.ancestors,
+            *(o, lse, self.part_o, self.part_lse, self.arrivals),
+            scale * _LOG2_E,
+            *(B, T, H, self.page_table.shape[1]),
+            n_pages=pages.shape[0],
+            words=self.ancestors.shape[2],
+            PAGE=self.page,
+            PROGRAMS=self.programs,
+            B_PAD=1 if B == 1 else max(32, triton.next_power_of_2(B)),
+            **TUNING,
+            num_warps=_WARPS,
+            launch_pdl=True,
+        )
+        return o, lse
+
+
+verify_attn.prepare = Attention  # type: ignore[attr-defined]
 
 
 def compile_cases(capability: int) -> list[CompileCase]:
@@ -103,31 +112,20 @@ def compile_cases(capability: int) -> list[CompileCase]:
 
 
 def _compile_cases(page: int, b_pad: int) -> list[CompileCase]:
-    outputs = {"o": "*bf16", "lse": "*fp32", "part_o": "*bf16", "part_lse": "*fp32"}
-    lengths = {"prefix_len": "*i32", "n_slots": "*i32"}
-    sizes = dict.fromkeys(("B", "T", "H", "M"), "i32")
     rows, paged = (f"tensordesc<bf16[{n}, 64],{_LAYOUT!r}>" for n in (64, page))
-    arguments = {"q_desc": rows, "kv_desc": paged, "tree_desc": rows, "page_table": "*i32", **lengths}
-    arguments |= {
+    arguments = {
+        "q_desc": rows,
+        "kv_desc": paged,
+        "tree_desc": rows,
         "ancestors": "*i64",
-        **outputs,
         "scale_log2": "fp32",
-        **sizes,
-        "n_pages": "i32",
-        "words": "i32",
     }
-    both = {"PAGE": page, "PROGRAMS": 132, "B_PAD": b_pad}
+    arguments |= {"o": "*bf16", "lse": "*fp32", "part_o": "*bf16", "part_lse": "*fp32"}
+    arguments |= dict.fromkeys(("page_table", "prefix_len", "n_slots", "arrivals"), "*i32")
+    arguments |= dict.fromkeys(("B", "T", "H", "M", "n_pages", "words"), "i32")
+    constexprs = {"PAGE": page, "PROGRAMS": 132, "B_PAD": b_pad, **TUNING}
     name = f"page {page}, requests {b_pad}"
-    return [
-        CompileCase(f"attend {name}", gluon_kernels.attend, arguments, {**both, **TUNING}, _WARPS),
-        CompileCase(
-            f"merge {name}",
-            gluon_merge.merge_parts,
-            {**lengths, **outputs, **sizes},
-            {**both, "ROWS": 1},
-            _WARPS,
-        ),
-    ]
+    return [CompileCase(f"attend {name}", gluon_kernels.attend, arguments, constexprs, _WARPS)]
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:

@@ -8,6 +8,8 @@ and a block's weights take the place of its rope columns, which nothing reads af
 Both operands of every product come from shared memory: ptxas before CUDA 13.3 can overwrite a register operand of an
 asynchronous product too early. Each barrier is an allocation of its own, for the compiler synchronises the warps between
 accesses to the same one.
+
+What one warpgroup says to the other is ordered by mbarriers alone; the compiler has a warpgroup's warps meet before it arrives at one.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from draftwood.kernels.triton_line import LOWEST
 from draftwood.kernels.verify_attn.gluon_line import LN_2, SIZES, part_slot, run, segment
 from draftwood.kernels.verify_attn.gluon_loads import produce
 from draftwood.kernels.verify_attn.gluon_products import add_values, clear, exp2_less, hide, rescale, scores
+from draftwood.kernels.verify_attn.gluon_share import bury, deliver, merge_share
 
 
 @gluon.jit
@@ -63,6 +66,7 @@ def _attend(
     sizes,
     tree,
     outputs,
+    arrivals,
     scale_log2,
     shared,
     W: gl.constexpr,
@@ -77,11 +81,12 @@ def _attend(
     q_free, _, _, _, _, done = barriers
     RS: gl.constexpr = gl.SliceLayout(1, _score_layout())
     at, stop, each, total, alone = run(lengths, sizes, PROGRAMS, B_PAD)
+    bury(outputs, lengths, sizes, W, PROGRAMS)
     count = 0
     evens = 0
     odds = 0
     while at < stop:
-        b, prefix, n, tile_row, first, last, go_on, begin, whole = segment(
+        b, prefix, n, tile_row, first, last, go_on, begin, units, whole = segment(
             at, stop, each, alone, lengths, sizes, B_PAD
         )
         tile = (b, prefix, n, tile_row, first, last)
@@ -101,6 +106,10 @@ def _attend(
         _write(outputs, acc, top, weight, b, tile_row, n, sizes, whole, part, W)
         count += 1
         at += go_on
+        if not whole:
+            span = deliver(arrivals, begin, units, each, total, W, PROGRAMS)
+            if at == stop:
+                merge_share(outputs, arrivals, (b, n, tile_row), span, sizes, W)
 
 
 @gluon.constexpr_function
@@ -248,14 +257,14 @@ def _write(outputs, acc, top, weight, b, tile_row, n, sizes, whole, part, W: gl.
         log2_sum = log2_sum * LN_2
     else:
         o = part_o + part * 512
-        lse = part_lse + part
+        lse = part_lse + part * 2 + W * 64
         rows = 64
     row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     col = W * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LAYOUT))
     gl.store(o + (row * 512)[:, None] + col[None, :], out, mask=(row < rows)[:, None])
-    if W == 0:
-        row = gl.arange(0, 64, layout=top.type.layout)
-        gl.store(lse + row, log2_sum, mask=row < rows)
+    line = gl.arange(0, 64, layout=top.type.layout)
+    if (W == 0) | (not whole):
+        gl.store(lse + line, log2_sum, mask=line < rows)
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -269,8 +278,9 @@ def attend(
     ancestors,  # [B, T, words]
     o,  # [B, T, H, 512]
     lse,
-    part_o,  # [programs, 2, 64, 512], see `triton_line`
-    part_lse,
+    part_o,  # [programs, 2, 64, 512]
+    part_lse,  # [programs, 2, 2, 64], of either warpgroup
+    arrivals,  # [programs, 2], zero
     scale_log2,
     B,
     T,
@@ -326,11 +336,37 @@ def attend(
         [
             (
                 _attend,
-                (lengths, sizes, tree, outputs, scale_log2, shared, EVEN, PROGRAMS, B_PAD, GRAIN, AHEAD),
+                (
+                    lengths,
+                    sizes,
+                    tree,
+                    outputs,
+                    arrivals,
+                    scale_log2,
+                    shared,
+                    EVEN,
+                    PROGRAMS,
+                    B_PAD,
+                    GRAIN,
+                    AHEAD,
+                ),
             ),
             (
                 _attend,
-                (lengths, sizes, tree, outputs, scale_log2, shared, ODD, PROGRAMS, B_PAD, GRAIN, AHEAD),
+                (
+                    lengths,
+                    sizes,
+                    tree,
+                    outputs,
+                    arrivals,
+                    scale_log2,
+                    shared,
+                    ODD,
+                    PROGRAMS,
+                    B_PAD,
+                    GRAIN,
+                    AHEAD,
+                ),
             ),
             (produce, (lengths, sizes, descs, page_table, M, n_pages, shared, PAGE, PROGRAMS, B_PAD, GRAIN)),
         ],

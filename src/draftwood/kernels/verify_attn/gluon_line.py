@@ -160,7 +160,7 @@ def segment(at, stop, each, first_request, lengths, sizes, B_PAD: gl.constexpr):
     """What a run that has reached unit `at` does in that unit's tile.
 
     Request, its prefix and live slots, first row of the tile, blocks [first, last), units to go on by, where the tile
-    begins on the line, and whether these are all its blocks.
+    begins on the line, how many units it has, and whether these are all its blocks.
     """
     _, T, _, capacity = sizes
     b = 0
@@ -180,7 +180,7 @@ def segment(at, stop, each, first_request, lengths, sizes, B_PAD: gl.constexpr):
     first = gl.where(each > 0, unit * each, unit)
     last = gl.minimum(blocks, gl.where(each > 0, first + each, first + stop - at))
     go_on = gl.where(each > 0, 1, last - first)
-    return (b, prefix, n, tile * 64, first, last, go_on, at - unit, last - first == blocks)
+    return (b, prefix, n, tile * 64, first, last, go_on, at - unit, units, last - first == blocks)
 
 
 @gluon.jit

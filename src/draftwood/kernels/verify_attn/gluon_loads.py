@@ -37,7 +37,7 @@ def produce(
     evens = 0
     odds = 0
     while at < stop:
-        b, prefix, _n, tile_row, first, last, go_on, _begin, _whole = segment(
+        b, prefix, _n, tile_row, first, last, go_on, _begin, _units, _whole = segment(
             at, stop, each, alone, lengths, sizes, B_PAD
         )
         table = page_table + b.to(gl.int64) * M
