@@ -65,6 +65,12 @@ class EngineConfig(BaseModel):
     noise_coupled: bool = True
     """At temperature > 0, rank draft candidates with the noise that the target's choice will use."""
 
+    def with_graphs(self, *, where_open: bool) -> Self:
+        """With `graphs` decided: as it was asked for, else `where_open`, if the batch is not too large."""
+        if self.graphs is not None:
+            return self
+        return self.model_copy(update={"graphs": where_open and self.max_batch <= MAX_REPLAYED_BATCH})
+
     @model_validator(mode="after")
     def _graphs_have_limits(self) -> Self:
         if self.graphs and self.max_batch > MAX_REPLAYED_BATCH:

@@ -20,7 +20,7 @@ from draftwood import bundled
 from draftwood.cache.pages import PageAllocator
 from draftwood.cache.pools import DraftContext, LatentPool
 from draftwood.cache.prefix import PrefixCache
-from draftwood.config import MAX_REPLAYED_BATCH, Budget, EngineConfig, Mode
+from draftwood.config import Budget, EngineConfig, Mode
 from draftwood.drafting import DFlashDrafting, RingDrafting
 from draftwood.engine.buckets import BucketController
 from draftwood.engine.budget import BudgetController, CostTable
@@ -158,10 +158,8 @@ class LLM:
         use = attention_use(config, self.dtype, self.device, self.config.page_size)
         chosen = load_kernels(self.device, kernels, deterministic=deterministic, use=use)
         self.kernels = over_vocabulary(chosen, self.world.ranks)
-        if self.config.graphs is None:
-            recordable = self.device == "cuda" and all(choice.impl != "torch" for choice in chosen.choices)
-            graphs = recordable and self.config.max_batch <= MAX_REPLAYED_BATCH
-            self.config = self.config.model_copy(update={"graphs": graphs})
+        recordable = self.device == "cuda" and all(choice.impl != "torch" for choice in chosen.choices)
+        self.config = self.config.with_graphs(where_open=recordable)
         self.tokenizer, self.target = self._load_target(model, inner_norm_eps)
         if deterministic:
             fix(self.target, self.kernels)
