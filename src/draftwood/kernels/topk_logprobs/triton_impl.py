@@ -12,8 +12,8 @@ from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.topk_logprobs import Partial, check_arguments
 from draftwood.kernels.topk_logprobs.triton_kernels import SCAN_TILE, TILE, combine, scan, select, stream
 
-_MOST_RANKED = 128
-"""More candidates than this are found one after the other."""
+_MOST_LISTED = 512
+"""Tokens that are compared each with each; if k asks for more, they are found one after the other."""
 
 
 def topk_logprobs(
@@ -60,7 +60,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
     """See `draftwood.kernels.compile_case`."""
     cases = []
     for coupled in (False, True):
-        sizes = _sizes(32, 40)
+        sizes = _sizes(32, 163840)
         arguments: dict[str, str | int] = {
             "logits": "*bf16",
             "seed": "*i64",
@@ -127,8 +127,9 @@ def _best(
         tile = min(SCAN_TILE, triton.next_power_of_2(v))
         scan[(B * D,)](logits, *noise, *outputs, offset, D, v, k, *strides, COUPLED=coupled, TILE=tile)
         return Partial(value, ids, maximum, total), lp
-    tiles = triton.cdiv(offset % 4 + v, TILE)
-    sizes = _sizes(k, tiles)
+    tokens = offset % 4 + v
+    tiles = triton.cdiv(tokens, TILE)
+    sizes = _sizes(k, tokens)
     coarse, fine, maxima, totals = (
         torch.empty(B * D, n, dtype=torch.float32, device=device)
         for n in (tiles * TILE // sizes["COARSE"], tiles * TILE // sizes["FINE"], tiles, tiles)
@@ -154,21 +155,22 @@ def _best(
     return Partial(value, ids, maximum, total), lp
 
 
-def _sizes(k: int, tiles: int) -> dict[str, int]:
+def _sizes(k: int, tokens: int) -> dict[str, int]:
     """Tokens in a group and in a subgroup, and how many groups, classes and entries of a list `select` holds; powers of two.
 
     The k-th best maximum of twice as many classes lets 1.4 k tokens through if the best are spread evenly.
     """
-    power = triton.next_power_of_2
+    power, tiles = triton.next_power_of_2, triton.cdiv(tokens, TILE)
     coarse = min(4 * power(tiles), TILE)
-    groups = power(tiles * TILE // coarse)
-    few = k <= _MOST_RANKED
+    groups = power(triton.cdiv(tokens, coarse))
+    room = power(tokens) if tokens <= _MOST_LISTED else max(64, 4 * power(k))
+    listing = room <= _MOST_LISTED
     return {
         "COARSE": coarse,
         "FINE": min(coarse, 16),
         "GROUPS": groups,
-        "CLASSES": min(2 * power(k), groups) if few else 2,
-        "ROOM": max(64, 4 * power(k)) if few else 2,
+        "CLASSES": min(2 * power(k), groups) if listing else 2,
+        "ROOM": room if listing else 2,
         "CHUNK": max(16, min(2 * power(k), 64)),
         "TILES": power(tiles),
     }

@@ -146,7 +146,7 @@ def select(
             4 * RATE_ERROR + tl.abs(low) * 1e-6
         )  # the k-th best and a token that should be listed may both be off
     n = tl.full([], 0, tl.int32)
-    if low > _NEVER:
+    if (low > _NEVER) | (v <= ROOM):
         n = _append(listed, 0, group, peak >= low, ROOM)
         tl.debug_barrier()
         if FINE < COARSE:
@@ -171,8 +171,8 @@ def select(
                     bits = block_bits(s, p, base // 4 + quad, CHUNK * FINE)
                     x = x / t - approximate_log(approximate_rate(bits))
             x = finite(x)
-            n = _append(found, n, packed(x, place), x >= low, ROOM)
-        n = tl.maximum(n, n_fine)
+            n = _append(found, n, packed(x, place), real & (x >= low), ROOM)
+        n = tl.where(n_fine > ROOM, n_fine, n)
         tl.debug_barrier()
 
     top = tl.max(tops)
