@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,12 +66,12 @@ def loop_build(logits: Tensor, root: int, slots: int, k: int) -> LoopTree:
             heapq.heappush(heap, (-(scores[parent] + float(lp[depth, rank + 1])), parent, rank + 1, depth))
         if depth + 1 < D:
             heapq.heappush(heap, (negated - float(lp[depth + 1, 0]), slot, 0, depth + 1))
-    visible = torch.eye(len(tokens), dtype=torch.bool)
+    visible = np.eye(len(tokens), dtype=np.bool_)
     for slot in range(1, len(tokens)):
-        visible[slot] |= visible[parents[slot]]
+        visible[slot, :slot] = visible[parents[slot], :slot]
     device = logits.device
     arrays = [torch.tensor(a).to(device) for a in (tokens, parents, depths)]
-    return LoopTree(arrays[0], arrays[1], arrays[2], visible.to(device), children)
+    return LoopTree(arrays[0], arrays[1], arrays[2], torch.from_numpy(visible).to(device), children)
 
 
 def loop_accept(tree: LoopTree, choice: Tensor) -> tuple[Tensor, int]:

@@ -1,10 +1,10 @@
 """`verify_attn` beside FlashMLA's dense decode, in one run: sixty shapes, ratios of medians with their intervals.
 
-    python benchmarks/verify_attn_peers.py --flashmla libflashmla.so --cache warm --out warm.jsonl
+    python benchmarks/verify_attn_peers.py --flashmla libflashmla.so --out peers.jsonl
 
-Both get chains, of which FlashMLA's causal mask is the ancestor mask, so both outputs are checked. Both run in CUDA graphs, in turns;
-what a pass prepares for all its layers is done beforehand, FlashMLA's planning kernel and our workspace alike. The run is stored as
-`draftwood bench` stores its own; `peers/flashmla.py` says what the library must hold. Without `--flashmla`: our implementations.
+Both get chains, of which FlashMLA's causal mask is the ancestor mask, so both outputs are checked. Both run in CUDA graphs, in turns, with
+warm L2 and most shapes with cold L2 as well; what a pass prepares for all its layers is done beforehand, FlashMLA's planning kernel and our workspace
+alike. The run is stored as `draftwood bench` stores its own; `peers/flashmla.py` says what the library must hold. Without `--flashmla`: our implementations.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from math import exp, log
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from draftwood.bench import store
-from draftwood.bench.catalog import Catalog, Job
+from draftwood.bench.catalog import Cache, Catalog, Job
 from draftwood.bench.countdown import Countdown
 from draftwood.bench.live import Live
 from draftwood.bench.planner import MIN_VISITS
 from draftwood.bench.state import Options
 from draftwood.bench.suite import Suite
-from draftwood.bench.supervisor import worker_of
-from draftwood.kernels.case import make_case
+from draftwood.bench.supervisor import WorkerLost, worker_of
+from draftwood.kernels.case import Case, make_case
 from draftwood.kernels.verify_attn.cases import DEFAULTS, KERNEL
 
 PEER = Path(__file__).parent / "peers" / "flashmla.py"
-OWN = ("gluon", "triton")
+OURS, PORTABLE = "gluon", "triton"
 
 Shape = tuple[int, int, int, int]
 """B, T, H and prefix."""
@@ -55,51 +55,58 @@ GROUPS: Mapping[str, tuple[Shape, ...]] = {
 }
 
 
-def jobs_of(impls: tuple[str, ...], cache: str, groups: list[str]) -> list[Job]:
-    """The groups in turns, so that a short budget still sees each of them."""
-    shapes = sorted((i / len(GROUPS[g]), shape) for g in groups for i, shape in enumerate(GROUPS[g]))
-    cases = [
-        make_case(KERNEL, DEFAULTS, B=B, T=T, H=H, prefix=prefix, tree="chain")
-        for _, (B, T, H, prefix) in shapes
-    ]
-    return [Job(case, impl, cache) for case in cases for impl in impls]  # type: ignore[arg-type]
+ALSO_COLD = tuple(GROUPS)[:3]
+
+
+def jobs_of(impls: tuple[str, ...], groups: Sequence[str]) -> list[Job]:
+    """The most telling first, for time may end: warm, then cold without the portable kernel, then the other groups."""
+
+    def jobs(groups: Sequence[str], impls: Sequence[str], cache: Cache) -> list[Job]:
+        turns = sorted((i / len(GROUPS[g]), shape) for g in groups for i, shape in enumerate(GROUPS[g]))
+        return [Job(case_of(shape), impl, cache) for _, shape in turns for impl in impls]
+
+    asked = [g for g in groups if g in ALSO_COLD]
+    others = [g for g in groups if g not in ALSO_COLD]
+    without_portable = [impl for impl in impls if impl != PORTABLE] if len(impls) > 2 else impls
+    return jobs(asked, impls, "warm") + jobs(asked, without_portable, "cold") + jobs(others, impls, "warm")
+
+
+def case_of(shape: Shape) -> Case:
+    B, T, H, prefix = shape
+    return make_case(KERNEL, DEFAULTS, B=B, T=T, H=H, prefix=prefix, tree="chain")
 
 
 def lines_of(group: str, suite: Suite, base: str) -> Iterator[tuple[str, ...]]:
-    """Per shape: medians, how many times as fast as the base we are, and as the portable kernel."""
-    ratios = []
+    """Per shape, warm and cold: medians, and how many times as fast we are; then the worst and the geometric mean."""
+    ratios: dict[str, list[float]] = {"warm": [], "cold": []}
     for shape in GROUPS[group]:
-        rows = {row["impl"]: row for row in suite.rows if shape_of(row) == shape}
-        if not rows:
-            continue
-        us = {impl: row["median_us"] for impl, row in rows.items() if row.get("median_us") is not None}
-        beside = next((v for v in suite.versus if v["impl"] == OWN[0] and shape_of(v) == shape), None)
-        ratio = portable = ""
-        if beside is not None:
-            ratios.append(1 / beside["ratio"])
-            ratio = f"{1 / beside['ratio']:.2f} [{1 / beside['high']:.2f}, {1 / beside['low']:.2f}]"
-        if us.keys() >= set(OWN):
-            portable = f"{us[OWN[1]] / us[OWN[0]]:.2f}"
-        troubles = sorted({f"{i} {r['status']}" for i, r in rows.items() if r["status"] != "ok"})
-        share = rows.get(OWN[0], {}).get("ceiling_share")
+        rows = {(row["cache"], row["impl"]): row for row in suite.rows if shape_of(row) == shape}
+        us = {key: row["median_us"] for key, row in rows.items() if row.get("median_us") is not None}
+        cells = []
+        for cache in ratios:
+            cells += [f"{us[cache, impl]:.1f}" if (cache, impl) in us else "" for impl in (OURS, base)]
+            found = [v for v in suite.versus if (v["impl"], v["cache"], shape_of(v)) == (OURS, cache, shape)]
+            ratios[cache] += [1 / v["ratio"] for v in found]
+            cells.append("".join(faster(v) for v in found))
+        portable = us.get(("warm", PORTABLE))
+        share = rows.get(("warm", OURS), {}).get("ceiling_share")
+        trouble = sorted(
+            {f"{impl} {row['status']}" for (_, impl), row in rows.items() if row["status"] != "ok"}
+        )
         yield (
-            "x".join(map(str, shape[:3])) + f" {shape[3]}",
-            *(f"{us[i]:.1f}" if i in us else "" for i in dict.fromkeys((*OWN, base))),
-            ratio,
-            portable,
+            f"{shape[0]} x {shape[1]} x {shape[2]}, {shape[3]}",
+            *cells,
+            f"{portable:.1f}" if portable else "",
+            f"{portable / us['warm', OURS]:.2f}" if portable and ("warm", OURS) in us else "",
             f"{share:.0%}" if share else "",
-            ", ".join(troubles),
+            ", ".join(trouble),
         )
-    if ratios:
-        mean = exp(sum(map(log, ratios)) / len(ratios))
-        yield (
-            f"{group}: worst, mean",
-            *[""] * len({*OWN, base}),
-            f"{min(ratios):.2f}, {mean:.2f}",
-            "",
-            "",
-            "",
-        )
+    worst = {cache: f"{min(r):.2f}, {geometric_mean(r):.2f}" if r else "" for cache, r in ratios.items()}
+    yield (f"{group}: worst, mean", "", "", worst["warm"], "", "", worst["cold"], "", "", "", "")
+
+
+def faster(versus: Mapping[str, Any]) -> str:
+    return f"{1 / versus['ratio']:.2f} [{1 / versus['high']:.2f}, {1 / versus['low']:.2f}]"
 
 
 def shape_of(row: Mapping[str, Any]) -> Shape:
@@ -109,9 +116,8 @@ def shape_of(row: Mapping[str, Any]) -> Shape:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--flashmla", type=Path, help="shared library, see peers/flashmla.py")
-    parser.add_argument("--cache", choices=("warm", "cold"), default="warm")
     parser.add_argument("--group", action="append", choices=tuple(GROUPS), help="repeat for several")
-    parser.add_argument("--budget", type=float, default=80.0, help="seconds of the whole command")
+    parser.add_argument("--budget", type=float, default=45.0, help="seconds of the whole command")
     parser.add_argument("--target", type=float, default=1.0, help="half-width of an interval, in per cent")
     parser.add_argument("--out", type=Path, default=Path("verify_attn_peers.jsonl"))
     options = parser.parse_args()
@@ -122,14 +128,14 @@ def main() -> int:
         os.environ["FLASHMLA"] = str(options.flashmla.resolve())
         peers = [PEER]
     catalog = Catalog.of_files(peers)
-    impls = (*OWN, *catalog.peers)
+    impls = (OURS, PORTABLE, *catalog.peers)
     base = impls[-1]
     groups = options.group or list(GROUPS)
     countdown = Countdown(options.budget)
     asked = Options("cuda", options.budget, options.target / 100, vs=base, argv=tuple(sys.argv[1:]))
     with Live(countdown, MIN_VISITS, full_plan=False) as live:
         suite = Suite(
-            jobs_of(impls, options.cache, groups),
+            jobs_of(impls, groups),
             catalog,
             asked,
             worker_of("cuda", peers, ()),
@@ -137,15 +143,26 @@ def main() -> int:
             store.Store(options.out),
             live,
         )
-        code = suite.run()
-    own_base = dict.fromkeys((*OWN, base))
-    headers = ("B x T x H prefix", *(f"{i} us" for i in own_base), f"x {base}", f"x {OWN[1]}", "ceiling", "")
-    table = Table(*headers, title=f"verify_attn, {options.cache} L2", title_justify="left")
+        try:
+            code = suite.run()
+        except WorkerLost as e:
+            sys.exit(f"error: {e}")
+    both = (f"{OURS} us", f"{base} us", f"x {base}")
+    headers = (
+        "B x T x H, prefix",
+        *both,
+        *(f"cold {h}" for h in both),
+        f"{PORTABLE} us",
+        f"x {PORTABLE}",
+        "ceiling",
+        "",
+    )
+    table = Table(*headers, title="verify_attn, warm L2 and cold", title_justify="left")
     for group in groups:
         for line in lines_of(group, suite, base):
             table.add_row(*line)
         table.add_section()
-    Console(width=150, highlight=False).print(table)
+    Console(width=170, highlight=False).print(table)
     print(f"{options.out}; {countdown.used():.0f} s")
     return 0 if code == 1 else code  # slower somewhere is a finding
 

@@ -55,24 +55,30 @@ def test_the_peer_refuses_what_it_cannot_do(axes, message):
 
 
 def test_sixty_shapes(script):
-    jobs = script.jobs_of(("gluon", "triton"), "warm", list(script.GROUPS))
+    jobs = script.jobs_of(("gluon", "triton", "peer:flash_mla"), list(script.GROUPS))
     assert len({job.case for job in jobs}) == 60
-    assert len(jobs) == 120
+    assert [len([j for j in jobs if j.cache == cache]) for cache in ("warm", "cold")] == [180, 88]
 
 
 def test_a_line_has_ratio_interval_and_trouble(script):
     shape = (1, 32, 8, 16384)
     axes = dict(zip(("B", "T", "H", "prefix"), shape, strict=True))
+    us = {
+        ("warm", "gluon"): 20.0,
+        ("warm", "triton"): 50.0,
+        ("warm", "peer:flash_mla"): 30.0,
+        ("cold", "gluon"): 25.0,
+    }
     rows = [
-        {"case": axes, "impl": "gluon", "median_us": 20.0, "status": "ok", "ceiling_share": 0.5},
-        {"case": axes, "impl": "triton", "median_us": 50.0, "status": "noisy"},
-        {"case": axes, "impl": "peer:flash_mla", "median_us": 30.0, "status": "ok"},
+        {"case": axes, "cache": cache, "impl": impl, "median_us": t, "status": "ok", "ceiling_share": 0.5}
+        for (cache, impl), t in us.items()
     ]
-    versus = [{"case": axes, "impl": "gluon", "ratio": 2 / 3, "low": 0.5, "high": 0.8}]
+    rows[1]["status"] = "noisy"
+    versus = [{"case": axes, "cache": "warm", "impl": "gluon", "ratio": 2 / 3, "low": 0.5, "high": 0.8}]
     suite = SimpleNamespace(rows=rows, versus=versus)
-    line, summary = script.lines_of("one rank of eight", suite, "peer:flash_mla")
-    assert line == (
-        *("1x32x8 16384", "20.0", "50.0", "30.0"),
-        *("1.50 [1.25, 2.00]", "2.50", "50%", "triton noisy"),
+    lines = list(script.lines_of("one rank of eight", suite, "peer:flash_mla"))
+    assert lines[1] == (
+        *("1 x 32 x 8, 16384", "20.0", "30.0", "1.50 [1.25, 2.00]", "25.0", "", ""),
+        *("50.0", "2.50", "50%", "triton noisy"),
     )
-    assert "1.50, 1.50" in summary
+    assert lines[-1][3] == "1.50, 1.50"

@@ -79,11 +79,10 @@ class SyntheticLLM(LLM):
     def _load_drafter(self, path: str | Path, yarn_rule: YarnRule | None) -> tuple[Drafter, ScoreRule]:
         target = self.target.config
         values = read_json(Path(path))
+        with _as_folder(values) as folder:
+            taps = DrafterConfig.from_folder(folder).target_layer_ids
         nested = values.get("dflash_config") or values
-        if nested.get("target_layer_ids") is not None:  # of the layers that are left
-            nested["target_layer_ids"] = [
-                min(i, target.num_hidden_layers - 1) for i in nested["target_layer_ids"]
-            ]
+        nested["target_layer_ids"] = [min(i, target.num_hidden_layers - 1) for i in taps]  # that are left
         if "num_target_layers" in values:
             values["num_target_layers"] = target.num_hidden_layers
         with _as_folder(values) as folder:
