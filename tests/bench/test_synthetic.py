@@ -25,6 +25,10 @@ def test_the_imposed_acceptance_is_what_comes_and_trees_gain(tmp_path, temperatu
     config |= {"quantization_config": INT4} if experts == "int4" else {}
     (tmp_path / "deep.json").write_text(json.dumps(config))
     drafter = write_drafter(tmp_path / "drafter", sizes) / "config.json"
+    if graphs:  # as published: taps by default, spread over all forty
+        published = json.loads(drafter.read_text())
+        del published.get("dflash_config", published)["target_layer_ids"]
+        drafter.write_text(json.dumps(published | {"num_target_layers": 40}))
     settings = {"device": "cpu", "dtype": "float32", "max_batch": 8, "max_context": 200, "graphs": graphs}
     llm = SyntheticLLM(tmp_path / "deep.json", drafter, 2, **settings)
     assert len(llm.target.layers) == 2
