@@ -97,8 +97,13 @@ LARGE = {
         *({"B": 2, "T": 40, "H": 64, "prefix": 1000, "tree": tree} for tree in ("chain", "star", "random")),
         {"B": 8, "T": 33, "H": 64, "prefix": 4096},
         *(
-            {"B": B, "T": T, "H": H, "prefix": prefix}  # whole tiles, tiles of 2, of 4 and of 17 programs
-            for B, T, H, prefix in ((1, 129, 64, 4096), (8, 9, 64, 4096), (1, 33, 64, 16384), (1, 9, 8, 1024))
+            {
+                "B": B,
+                "T": T,
+                "H": H,
+                "prefix": prefix,
+            }  # whole tiles, tiles of 2 or 3, of 4, and of 17 programs
+            for B, T, H, prefix in ((1, 129, 64, 100), (8, 9, 64, 1100), (4, 9, 64, 1024), (1, 9, 8, 1024))
         ),
     ],
     "draft_attn": [
