@@ -103,7 +103,7 @@ LARGE = {
                 "H": H,
                 "prefix": prefix,
             }  # whole tiles, tiles of 2 or 3, of 4, and of 17 programs
-            for B, T, H, prefix in ((1, 129, 64, 100), (8, 9, 64, 1100), (4, 9, 64, 1024), (1, 9, 8, 1024))
+            for B, T, H, prefix in ((1, 65, 64, 30), (8, 9, 64, 1100), (4, 9, 64, 1024), (1, 9, 8, 1024))
         ),
     ],
     "draft_attn": [
