@@ -49,12 +49,13 @@ from draftwood.bench.generate.prompts import of_files, own_source
 from draftwood.bench.stats import compare_pairs, median_interval
 from draftwood.bench.store import commit, versions
 from draftwood.models.drafter_config import DrafterConfig
+from draftwood.scores import NEUTRAL
 
 
 class Attention(nn.Module):
     """A block attends to itself and to the context: new context tokens enter as keys and values, older ones are cached."""
 
-    def __init__(self, config: Qwen3Config, index: int) -> None:
+    def __init__(self, config: DrafterConfig, index: int) -> None:
         super().__init__()
         d, self.head_dim, self.index = config.hidden_size, config.head_dim, index
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
@@ -80,14 +81,15 @@ class Attention(nn.Module):
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE on x [1, H, N, hd]."""
-    return x * cos[:, None] + rotate_half(x) * sin[:, None]
+    half: Tensor = rotate_half(x)
+    return x * cos[:, None] + half * sin[:, None]
 
 
 class DraftLayer(nn.Module):
-    def __init__(self, config: Qwen3Config, index: int) -> None:
+    def __init__(self, config: DrafterConfig, qwen: Qwen3Config, index: int) -> None:
         super().__init__()
         self.self_attn = Attention(config, index)
-        self.mlp = Qwen3MLP(config)
+        self.mlp = Qwen3MLP(qwen)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -98,17 +100,20 @@ class DraftLayer(nn.Module):
 
 
 class DFlash(nn.Module):
-    """A DFlash drafter (arXiv 2602.06036) of torch modules, named as its tensors are published."""
+    """A DFlash drafter (arXiv 2602.06036) of torch modules, named as its tensors are published.
 
-    def __init__(self, config: Qwen3Config, n_taps: int, dtype: torch.dtype) -> None:
+    `qwen` is its config as `transformers` reads it.
+    """
+
+    def __init__(self, config: DrafterConfig, qwen: Qwen3Config, dtype: torch.dtype) -> None:
         super().__init__()
         d = config.hidden_size
-        self.fc = nn.Linear(n_taps * d, d, bias=False)
+        self.fc = nn.Linear(len(config.target_layer_ids) * d, d, bias=False)
         self.hidden_norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DraftLayer(config, qwen, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
         self.to(dtype)
-        self.rotary = Qwen3RotaryEmbedding(config)  # its frequencies stay fp32
+        self.rotary = Qwen3RotaryEmbedding(qwen)  # its frequencies stay fp32
 
     @classmethod
     def from_folder(cls, folder: Path, dtype: torch.dtype, device: str) -> DFlash:
@@ -116,7 +121,7 @@ class DFlash(nn.Module):
         config = DrafterConfig.from_folder(folder)
         if any(layer.causal or layer.window is not None for layer in config.layers):
             raise ValueError(f"{folder}: the loop takes drafters without causal or sliding layers only")
-        drafter = cls(Qwen3Config.from_pretrained(folder), len(config.target_layer_ids), dtype)
+        drafter = cls(config, Qwen3Config.from_pretrained(folder), dtype)
         drafter.load_state_dict(load_file(folder / "model.safetensors"))
         return drafter.to(device).eval()
 
@@ -172,36 +177,37 @@ class Loop:
     def __call__(self, prompt: Sequence[int], new: int) -> Generated:
         """`new` tokens after `prompt`."""
         started = time.perf_counter()
-        device, end = self.target.device, len(prompt) + new
-        positions = torch.arange(end + self.block_size, device=device)[None]
+        device, start, end = self.target.device, len(prompt), len(prompt) + new
+        text = torch.full((1, end + self.block_size), self.mask_token, device=device)
+        text[0, :start] = torch.tensor(prompt, device=device)
+        positions = torch.arange(text.shape[1], device=device)[None]
         mask = torch.zeros(1, 1, self.slots, end + self.slots, dtype=self.target.dtype, device=device)
         seen, drafted = DynamicCache(), DynamicCache()
-        text = torch.tensor([prompt], device=device)
-        logits, features = self._read(text, positions[:, : len(prompt)], seen, logits_to_keep=1)
-        tokens = [int(logits[0, -1].argmax())]
+        logits, features = self._read(text[:, :start], positions[:, :start], seen, logits_to_keep=1)
+        text[0, start] = root = int(logits[0, -1].argmax())
         ended, brought = [], []
-        while len(tokens) < new:
-            start = len(prompt) + len(tokens) - 1  # of the root: all before it is cached
-            draft = self._draft(tokens[-1], features, positions, start, drafted)
-            tree = loop_build(draft, tokens[-1], self.slots, min(self.slots - 1, draft.shape[-1]))
+        while start + 1 < end:  # the root is at `start`, and all before it is cached
+            block = slice(start, start + self.block_size)
+            where = positions[:, drafted.get_seq_length() : block.stop]
+            hidden = self.drafter(self.embed(text[:, block]), features, where, drafted)
+            drafted.crop(-self.block_size)
+            draft = self.head(hidden[:, 1:])[0]
+            tree = loop_build(draft, root, self.slots, min(self.slots - 1, draft.shape[-1]))
             T = len(tree.tokens)
             own = mask[0, 0, :T, start : start + T]
             own.fill_(torch.finfo(mask.dtype).min).masked_fill_(tree.visible, 0)
-            logits, features = self._read(
-                tree.tokens[None],
-                start + tree.depths[None],
-                seen,
-                attention_mask=mask[:, :, :T, : start + T],
-            )
-            path, bonus = loop_accept(tree, logits[0].argmax(-1))
-            accepted = [*tree.tokens[path[1:]].tolist(), bonus][: new - len(tokens)]
-            tokens += accepted
+            slots, at = tree.tokens[None], start + tree.depths[None]
+            logits, features = self._read(slots, at, seen, attention_mask=mask[:, :, :T, : start + T])
+            own.zero_()
+            path, root = loop_accept(tree, logits[0].argmax(-1))
             ended.append(time.perf_counter() - started)
-            brought.append(len(accepted))
+            brought.append(min(len(path), end - start - 1))
             compact(seen, start, path)
             features = features.index_select(1, path)
-            own.zero_()
-        return Generated(tokens, ended, brought)
+            text[0, start : start + len(path)] = tree.tokens[path]
+            start += len(path)
+            text[0, start] = root
+        return Generated(text[0, len(prompt) : end].tolist(), ended, brought)
 
     def _read(
         self, tokens: Tensor, positions: Tensor, cache: DynamicCache, **options: Any
@@ -214,26 +220,14 @@ class Loop:
         after = (*out.hidden_states[1:-1], self.residual)  # the last one there has passed the final norm
         return out.logits, torch.cat([after[i] for i in self.taps], -1)
 
-    def _draft(
-        self, root: int, features: Tensor, positions: Tensor, start: int, cache: DynamicCache
-    ) -> Tensor:
-        """Logits [D, V] of the tokens after the root at `start`; `features` join the cache."""
-        tokens = torch.full((1, self.block_size), self.mask_token, device=features.device)
-        tokens[0, 0] = root
-        where = positions[:, start - features.shape[1] : start + self.block_size]
-        hidden = self.drafter(self.embed(tokens), features, where, cache)
-        cache.crop(-self.block_size)
-        logits: Tensor = self.head(hidden[:, 1:])[0]
-        return logits
 
-
-def compact(cache: DynamicCache, start: int, path: Tensor) -> None:
-    """Keep of the tree, which lies from `start` on, the slots `path`."""
-    n = len(path)
+def compact(cache: Any, start: int, path: Tensor) -> None:
+    """Keep of the tree, which lies in the cache from `start` on, the slots `path`."""
+    end = start + len(path)
     for layer in cache.layers:
         for stored in (layer.keys, layer.values):
-            stored[..., start : start + n, :] = stored[..., start:, :].index_select(-2, path)
-    if unused := cache.get_seq_length() - start - n:
+            stored[..., start:end, :] = stored[..., start:, :].index_select(-2, path)
+    if unused := cache.get_seq_length() - end:
         cache.crop(-unused)
 
 
@@ -253,7 +247,7 @@ def contest(
 ) -> list[dict[str, Generated]]:
     """Both sides on the prompts, in turns, as far as `seconds` since the start of the process allow.
 
-    The last prompt warms both up and is not counted. Raises TimeoutError if none could be.
+    The last prompt warms both up and is not counted.
     """
     if new <= loop.block_size + 1:
         raise ValueError(f"--new: {new} tokens may be one round; give more than {loop.block_size + 1}")
@@ -269,8 +263,6 @@ def contest(
         pairs.append(pair)
         if countdown.left() < countdown.used() - began:
             break
-    if len(pairs) == 1:
-        raise TimeoutError(f"--seconds: {countdown.used():.0f} s went on loading and the first prompt")
     return pairs[1:]
 
 
@@ -330,6 +322,7 @@ def main() -> int:
     p.add_argument("--length", type=int, default=64, help="tokens of a prompt")
     p.add_argument("--new", type=int, default=48, help="tokens to generate")
     p.add_argument("--budget", type=int, default=32, help="slots per tree, root included, on both sides")
+    p.add_argument("--plain-scores", action="store_true", help="leave the drafter's scores.json aside")
     p.add_argument("--device", default="auto")
     p.add_argument("--dtype", default="auto")
     p.add_argument("--seconds", type=float, default=600, help="of the whole command; ends with what there is")
@@ -350,10 +343,15 @@ def main() -> int:
         max_context=args.length + args.new,
         prefix_cache=False,
     )
+    if args.plain_scores:
+        assert llm.drafting is not None
+        llm.drafting.rule = NEUTRAL
     loop = Loop(model, drafter, llm.dtype, llm.device, args.budget)
     windows = of_files(own_source(), llm.tokenizer.encode, llm.target.config.vocab_size, 0)
     prompts = windows.take(0, args.prompts + 1, args.length)
     pairs = contest(llm, loop, prompts, args.new, args.seconds)
+    if not pairs:
+        sys.exit(f"--seconds: all {args.seconds:.0f} s went on loading and warming up")
     found = summary(pairs)
     settings = {k: str(v) for k, v in vars(args).items() if k != "out"}
     written = {

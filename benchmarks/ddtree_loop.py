@@ -45,8 +45,9 @@ class LoopTree:
 
 def loop_build(logits: Tensor, root: int, slots: int, k: int) -> LoopTree:
     """The tree of one request's logits [D, V], with arrays on the device of `logits`."""
-    top, index = logits.float().topk(k, dim=-1)
-    lp = (top - logits.float().logsumexp(-1, keepdim=True)).cpu().numpy()
+    device, logits = logits.device, logits.float()
+    top, index = logits.topk(k, dim=-1)
+    lp = (top - logits.logsumexp(-1, keepdim=True)).cpu().numpy()
     ids = index.cpu().numpy()
     D = len(lp)
     tokens, parents, depths = [root], [-1], [0]
@@ -69,7 +70,6 @@ def loop_build(logits: Tensor, root: int, slots: int, k: int) -> LoopTree:
     visible = np.eye(len(tokens), dtype=np.bool_)
     for slot in range(1, len(tokens)):
         visible[slot, :slot] = visible[parents[slot], :slot]
-    device = logits.device
     arrays = [torch.tensor(a).to(device) for a in (tokens, parents, depths)]
     return LoopTree(arrays[0], arrays[1], arrays[2], torch.from_numpy(visible).to(device), children)
 
