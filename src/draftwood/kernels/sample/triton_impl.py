@@ -1,4 +1,4 @@
-"""`sample` in Triton: four launches of fixed shape, whatever the parameters are."""
+"""`sample` in Triton: four launches of fixed shape whatever the parameters are, or two if no row has a filter."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ def sample(
     rows = B * T
     arguments = _arguments(logits, params, seed, position, tree, 0)
     arguments |= {"choice": choice, "status": status, "x_out": None, "winners": None}
-    parts = min(_MOST_PARTS, triton.next_power_of_2(triton.cdiv(_PROGRAMS, rows)))
-    before = torch.empty(rows, parts, HELD, dtype=torch.float32, device=logits.device)
-    arguments |= {"before": before, "PARTS": parts}
     _launch(survey, (rows, _tiles(V, 0)), arguments)
     _launch(pick, (rows,), arguments)
-    _launch(weigh, (rows, parts), arguments)
-    _launch(settle, (rows,), arguments)
+    if arguments["FILTERS"]:
+        parts = min(_MOST_PARTS, triton.next_power_of_2(triton.cdiv(_PROGRAMS, rows)), arguments["BLOCKS"])
+        before = torch.empty(rows, parts, HELD, dtype=torch.float32, device=logits.device)
+        arguments |= {"before": before, "PARTS": parts}
+        _launch(weigh, (rows, parts), arguments)
+        _launch(settle, (rows,), arguments)
     return choice, status
 
 
@@ -119,7 +120,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
     for every in (False, True) if capability == 90 else (True,):  # without extras it is less of the same
         for kernel, own in (
             (survey, {}),
-            (pick, {"BLOCKS": 512, "CAPACITY": _CAPACITY}),
+            (pick, {"FILTERS": True, "BLOCKS": 512, "CAPACITY": _CAPACITY}),
             (weigh, {"BLOCKS": 512, "PARTS": _MOST_PARTS}),
             (settle, {"BLOCKS": 512, "CAPACITY": _CAPACITY, "PARTS": _MOST_PARTS}),
         ):
@@ -176,6 +177,7 @@ def _arguments(
         "offset": offset,
         "v": v,
         "blocks": blocks,
+        "FILTERS": params.unfiltered is None,
         "BLOCKS": triton.next_power_of_2(blocks),
         "CAPACITY": _CAPACITY,
         **_extras(params, tree),

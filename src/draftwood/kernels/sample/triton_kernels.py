@@ -1,7 +1,8 @@
-"""The device code of `sample`: four launches, of which rows without top-p need the first two.
+"""The device code of `sample`: four launches, of which rows without top-p need the first two, and a batch without filters has no more.
 
 `survey` reads every logit once and leaves, per block of 512 tokens, the largest x and an upper bound of x + noise, and per
-tile the sum of exp(x). `pick` looks into blocks in the order of their bounds until no other can hold a better token. A
+tile the sum of exp(x). `pick` looks into blocks in the order of their bounds until no other can hold a better token. Without a filter two
+blocks and approximate noise nearly always tell the winner. A
 top-k cut it finds exactly first, among the few tokens above the k-th largest block. Top-p alone cuts too far down for
 that, but the winner is the best token that it keeps, and the best of all is kept with probability top_p. So `pick` takes
 the three best, `weigh`, many programs to a row, sums the weights before each, and `settle` tells whether one is
@@ -15,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftwood.kernels.noise.triton_impl import tile_bits, upper_bound
+from draftwood.kernels.noise.triton_impl import gumbel, random_bits, tile_bits, upper_bound
 from draftwood.kernels.sample.triton_cut import Gathered, find_cut
 from draftwood.kernels.sample.triton_nucleus import candidates, foremost, verdict, weight_before
 from draftwood.kernels.sample.triton_scores import (
@@ -27,9 +28,10 @@ from draftwood.kernels.sample.triton_scores import (
     live_slots,
     processed,
     scaled,
+    scores,
 )
-from draftwood.kernels.sample.triton_search import HELD, Limits, list_blocks, of_blocks, search
-from draftwood.kernels.triton_ops import packed_index
+from draftwood.kernels.sample.triton_search import HELD, Limits, leader, list_blocks, of_blocks, search
+from draftwood.kernels.triton_ops import packed, packed_index
 
 _TILE = tl.constexpr(TILE)
 _STRIPES = tl.constexpr(STRIPES)
@@ -96,6 +98,7 @@ def pick(
     status,  # [B]
     winners,  # None, or [B * T] i64 for the keys of a slice: written instead, of rows without a filter
     T, V, M, offset, v, blocks,
+    FILTERS: tl.constexpr,  # whether a row may have one
     BLOCKS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -105,25 +108,38 @@ def pick(
         tl.load(position + row), b, row % T, live_slots(b, n_slots, tree_status, T), T, V, M, repetition, presence,
         frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
     )  # fmt: skip
-    k, p, least_gap = tl.load(top_k + slot.b), tl.load(top_p + slot.b), tl.load(log_min_p + slot.b)
-    filtered = (slot.scale > 0) & ((k > 0) | (p < 1) | (least_gap > _NEVER))
+    filtered, k, p, least_gap = tl.full([], 0, tl.int1), 0, 1.0, _NEVER
+    if FILTERS:
+        k, p, least_gap = tl.load(top_k + slot.b), tl.load(top_p + slot.b), tl.load(log_min_p + slot.b)
+        filtered = (slot.scale > 0) & ((k > 0) | (p < 1) | (least_gap > _NEVER))
+    own_tops, own_bounds, own = tops + row * blocks, bounds + row * blocks, listed + row * blocks
     best, count = tl.full([], _NO_KEY, tl.int64), -1
     if (slot.t < slot.live) & ((winners is None) | (filtered == 0)):
-        own_tops, own = tops + row * blocks, listed + row * blocks
-        peak = tl.max(of_blocks(own_tops, blocks, BLOCKS))
-        cut, last_id, gap = _NEVER, _LAST, tl.where(filtered, least_gap, _NEVER)
-        if filtered & (k > 0) & (peak > _NEVER):
-            room = Gathered(own_tops, blocks, own, gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY)
-            cut, last_id = find_cut(slot, room, k, p, peak, BLOCKS, CAPACITY)
-        pending = filtered & (k <= 0) & (p < 1)
-        limits, wanted = Limits(cut, last_id, peak, gap), tl.where(pending, _WANTED, 1)
-        found = search(slot, own_tops, bounds + row * blocks, blocks, limits, wanted, BLOCKS)
-        best = tl.max(found)
-        if pending & (best > _NO_KEY):
-            _, x = candidates(slot, found)
-            tl.store(held + row * _HELD + tl.arange(0, _HELD), found)
-            count = list_blocks(own, of_blocks(own_tops, blocks, BLOCKS), tl.min(x), BLOCKS)
-        elif (best == _NO_KEY) & (winners is None):
+        doubt = filtered
+        if filtered == 0:
+            best, doubt = leader(slot, own_bounds, blocks, BLOCKS)
+            if (winners is not None) & (best > _NO_KEY) & (slot.scale > 0):
+                token = packed_index(best)
+                noise = gumbel(random_bits(slot.seed, slot.position, token))
+                best = packed(scores(slot, token) + noise, token)
+        if doubt:
+            peak, cut, last_id = tl.max(of_blocks(own_tops, blocks, BLOCKS)), _NEVER, _LAST
+            if FILTERS:  # noqa: SIM102 - k is known at run time only
+                if filtered & (k > 0) & (peak > _NEVER):
+                    room = Gathered(
+                        own_tops, blocks, own, gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY
+                    )
+                    cut, last_id = find_cut(slot, room, k, p, peak, BLOCKS, CAPACITY)
+            pending = filtered & (k <= 0) & (p < 1)
+            limits = Limits(cut, last_id, peak, tl.where(filtered, least_gap, _NEVER))
+            wanted = tl.where(pending, _WANTED, 1)
+            found = search(slot, own_tops, own_bounds, blocks, limits, wanted, BLOCKS)
+            best = tl.max(found)
+            if pending & (best > _NO_KEY):
+                _, x = candidates(slot, found)
+                tl.store(held + row * _HELD + tl.arange(0, _HELD), found)
+                count = list_blocks(own, of_blocks(own_tops, blocks, BLOCKS), tl.min(x), BLOCKS)
+        if (best == _NO_KEY) & (winners is None):
             tl.atomic_max(status + slot.b, 1)
     if winners is not None:
         tl.store(winners + row, best)

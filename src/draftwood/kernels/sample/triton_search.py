@@ -1,5 +1,7 @@
 """Which tokens of a row have the largest x + noise: blocks are looked into in the order of their upper bounds.
 
+`leader` looks into two blocks and tells, for a row without a filter, whether that was enough; `search` goes on until it is.
+
 So the fp64 noise is computed for a few tokens of each row. It does not know why a token may be excluded.
 """
 
@@ -10,13 +12,29 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from draftwood.kernels.noise.triton_impl import RATE_ERROR, gumbel, random_bits, upper_bound
-from draftwood.kernels.sample.triton_scores import first_of_block, scores, tokens_of_block, tokens_of_blocks
+from draftwood.kernels.noise.triton_impl import (
+    RATE_ERROR,
+    approximate_log,
+    approximate_rate,
+    block_bits,
+    gumbel,
+    random_bits,
+    upper_bound,
+)
+from draftwood.kernels.sample.triton_scores import (
+    BLOCK,
+    first_of_block,
+    quads_of_blocks,
+    scores,
+    tokens_of_block,
+    tokens_of_blocks,
+)
 from draftwood.kernels.triton_ops import packed, packed_index, packed_value
 
 HELD = 4
 
 _HELD = tl.constexpr(HELD)
+_BLOCK = tl.constexpr(BLOCK)
 _NEVER = tl.constexpr(float("-inf"))
 _NO_KEY = tl.constexpr(-(2**63))
 _FULL = tl.constexpr(2**63 - 1)
@@ -37,6 +55,40 @@ def of_blocks(values, blocks, BLOCKS: tl.constexpr):
     """[BLOCKS]: a row's value of each of its blocks, -inf after them."""
     place = tl.arange(0, BLOCKS)
     return tl.load(values + place, mask=place < blocks, other=_NEVER)
+
+
+@triton.jit
+def leader(slot, bounds, blocks, BLOCKS: tl.constexpr):
+    """A key of the token with the largest x + noise (its value within `_slack`) or no key, and whether it may be another.
+
+    The noise is approximate, and only the two blocks with the largest bounds are looked into.
+    """
+    place = tl.arange(0, BLOCKS)
+    bound = of_blocks(bounds, blocks, BLOCKS)
+    by_block = tl.where(place < blocks, packed(bound, place), _NO_KEY)
+    first = tl.max(by_block)
+    second = tl.max(tl.where(by_block < first, by_block, _NO_KEY))
+    pair = packed_index(tl.where((tl.arange(0, 2) == 0) | (second == _NO_KEY), first, second))
+    token = tokens_of_blocks(slot, pair, 2)
+    x = scores(slot, token)
+    if slot.scale > 0:
+        bits = block_bits(slot.seed, slot.position, quads_of_blocks(slot, pair, 2), 2 * _BLOCK)
+        x -= approximate_log(approximate_rate(bits))
+    keys = tl.where(x > _NEVER, packed(x, token), _NO_KEY)
+    best = tl.max(keys)
+    least = packed_value(best)  # NaN of no key
+    rivals = (keys < best) & False
+    if slot.scale > 0:
+        least -= 2 * _slack(least)
+        rivals = (keys < best) & (x >= least)
+    elsewhere = (by_block < second) & (bound >= least)
+    return best, tl.maximum(tl.max(rivals.to(tl.int32)), tl.max(elsewhere.to(tl.int32))) > 0
+
+
+@triton.jit
+def _slack(value):
+    """How far an approximate x + noise of about this value, or a bound of it, may be off: the noise is below 23; x and sums round."""
+    return 2 * RATE_ERROR + (tl.abs(value) + 23.0) * 1e-6
 
 
 @triton.jit
@@ -88,7 +140,7 @@ def _can_enter(slot, reach, first, held):
     worst = tl.min(held)
     slack = 0.0
     if slot.scale > 0:
-        slack = 2 * RATE_ERROR + (tl.abs(reach) + 23.0) * 1e-6  # the noise is below 23; x and sums round
+        slack = _slack(reach)
     value = packed_value(worst)  # NaN of no key
     behind = (reach + slack < value) | ((reach + slack == value) & (first > packed_index(worst)))
     return (reach > _NEVER) & ((worst == _NO_KEY) | (behind == 0))
