@@ -6,6 +6,7 @@ import json
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +88,32 @@ def test_prints_and_stores_both_sides(generate, pair, tmp_path, monkeypatch, cap
         rates = found[name]["tokens_per_s"]
         assert rates["low"] <= rate <= rates["high"]
     assert found["ratio_rate"]["low"] <= found["ratio_rate"]["median"] <= found["ratio_rate"]["high"]
+
+
+@pytest.mark.parametrize(("seconds", "measured"), [(5, 0), (8, 1), (10, 2), (99, 3)])
+def test_measures_what_fits_after_warming_up(generate, monkeypatch, seconds, measured):
+    class Clock:
+        """Loading took 1 s; a call takes 2 s to warm up, and 1 s after that."""
+
+        def __init__(self, seconds):
+            self.seconds, self.calls = seconds, 0
+            clocks.append(self)
+
+        def used(self):
+            return 1 + 2 * min(self.calls, 2) + max(self.calls - 2, 0)
+
+        def left(self):
+            return self.seconds - self.used()
+
+    def call(*_):
+        clocks[-1].calls += 1
+
+    clocks = []
+    monkeypatch.setattr(generate, "Countdown", Clock)
+    monkeypatch.setattr(generate, "ours", call)
+    loop = type("Loop", (), {"block_size": 6, "__call__": call})()
+    pairs = generate.contest(SimpleNamespace(device="cpu"), loop, [[1]] * 4, 16, seconds)
+    assert len(pairs) == measured
 
 
 def test_ends_when_time_is_up(generate, pair, tmp_path, monkeypatch):
