@@ -50,7 +50,7 @@ GROUPS: Mapping[str, tuple[Shape, ...]] = {
         (1, T, H, prefix) for T in (8, 9, 16, 17, 32, 33) for prefix in (256, 512, 1024) for H in (8, 64)
     ),
     "batches": tuple(
-        (B, T, H, prefix) for B in (4, 16) for T in (8, 32) for prefix in (1024, 4096) for H in (8, 64)
+        (B, T, H, prefix) for B in (4, 16) for T in (1, 32) for prefix in (1024, 4096) for H in (8, 64)
     ),
 }
 
