@@ -20,13 +20,9 @@ def build_state(
     max_pages: int,
     max_context: int,
     vocab_size: int,
-    split: bool = False,
     device: str,
 ) -> RoundState:
-    """The state of a batch before its next round; called when the batch's members change.
-
-    `split`: ranks have slices of the vocabulary, `vocab_size` being that of all slices.
-    """
+    """The state of a batch before its next round; called when the batch's members change."""
 
     def column(values: list, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
@@ -44,12 +40,12 @@ def build_state(
         prefix_len=column([r.n_tokens - 1 for r in rows], torch.int32),
         page_table=torch.from_numpy(table).to(device),
         seed=column([r.seed for r in rows], torch.int64),
-        params=_sample_params(rows, vocab_size, split, device),
+        params=_sample_params(rows, vocab_size, device),
         limits=limits,
     )
 
 
-def _sample_params(rows: Sequence[Row], vocab_size: int, split: bool, device: str) -> SampleParams:
+def _sample_params(rows: Sequence[Row], vocab_size: int, device: str) -> SampleParams:
     params = [r.params for r in rows]
 
     def column(values: list[float]) -> torch.Tensor:
@@ -76,7 +72,7 @@ def _sample_params(rows: Sequence[Row], vocab_size: int, split: bool, device: st
             "bias_ids": torch.tensor(ids, dtype=torch.int32, device=device),
             "bias_values": torch.tensor(values, dtype=torch.float32, device=device),
         }
-    if split and not any(p.filtered for p in params):
+    if not any(p.filtered for p in params):
         optional["unfiltered"] = torch.ones(len(rows), dtype=torch.bool, device=device)
     return SampleParams(
         temperature=column([p.temperature for p in params]),

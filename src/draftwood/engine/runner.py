@@ -169,7 +169,6 @@ class Runner:
             max_pages=max_pages,
             max_context=self.max_context,
             vocab_size=self.stages.target.slice.padded,
-            split=self.stages.target.ranks.size > 1,
             device=self.device,
         )
         drafting, coupled = self.stages.drafting, self.stages.noise_coupled

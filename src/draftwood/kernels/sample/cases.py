@@ -20,6 +20,7 @@ DEFAULTS: dict[str, int | float | str] = {
     "extras": "none",  # none, penalties, bias, mask, all
     "values": "normal",  # ties: few distinct values; holes: NaN, infinities and a row of nothing else
     "tree": 0,  # 1: a random tree per row, else every slot is live
+    "told": 0,  # 1: with `unfiltered`, as the engine gives it where no row has a filter
 }
 FLOATS: tuple[str, ...] = ()
 CACHE = "warm"  # the LM head has just written them
@@ -38,6 +39,11 @@ def small() -> list[Case]:
             for T, tree in ((4, 0), (9, 1), (65, 1))
             for values in ("normal", "ties", "holes")
         ]
+    out += [
+        make_case(KERNEL, DEFAULTS, **odd, rows=rows, values=values, tree=1, extras="all", told=1)
+        for rows in ("greedy", "plain")
+        for values in ("normal", "ties", "holes")
+    ]
     out += [make_case(KERNEL, DEFAULTS, B=6, T=1, V=1, rows="mixed")]
     out += [make_case(KERNEL, DEFAULTS, T=8, rows=rows) for rows in _ROWS]
     return out
@@ -45,7 +51,9 @@ def small() -> list[Case]:
 
 def bench() -> list[Case]:
     return [
-        make_case(KERNEL, DEFAULTS, B=B, T=T, V=163840, rows=rows, p=0.95)
+        make_case(
+            KERNEL, DEFAULTS, B=B, T=T, V=163840, rows=rows, p=0.95, told=int(rows in ("greedy", "plain"))
+        )
         for B, T, kinds in (
             (1, 32, ("greedy", "plain", "top_p", "all")),
             *((B, T, ("greedy", "plain", "top_p")) for B, T in ((1, 1), (1, 64), (8, 1), (8, 32), (8, 64))),
@@ -101,6 +109,8 @@ def _params(case: Case, rng: np.random.Generator) -> SampleParams:
     if case["extras"] in ("mask", "all"):
         words = rng.integers(-(2**31), 2**31, (B, T, -(-V // 32)))
         extras["mask_bits"] = np.where(rng.random((B, T, 1)) < 0.1, 0, words).astype(np.int32)
+    if case["told"]:
+        extras["unfiltered"] = np.ones(B, bool)
     return SampleParams(
         temperature=np.where(kinds == "greedy", 0.0, rng.uniform(0.5, 2.0, B)).astype(f32),
         top_k=np.where(every | (kinds == "top_k"), rng.integers(1, 50, B), 0).astype(np.int32),
@@ -121,6 +131,7 @@ def check(case: Case, inputs: dict[str, Any]) -> None:
     require((params.temperature >= 0).all(), "`temperature`: must not be negative")
     require(((params.top_p >= 0) & (params.top_p <= 1)).all(), "`top_p`: expected 0..1")
     require((params.log_min_p <= 0).all(), "`log_min_p`: must not be positive")
+    require(not case["told"] or case["rows"] in ("greedy", "plain"), "`told`: 1 only without filters")
     penalties = [getattr(params, n) for n in ("repetition", "presence", "frequency", "prompt_seen", "counts")]
     require(len({p is None for p in penalties}) == 1, "penalties: all five arrays or none")
     if inputs["tree"] is not None:

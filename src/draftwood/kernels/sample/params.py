@@ -26,4 +26,4 @@ class SampleParams:
     bias_ids: Array = None  # [B, M] i32, -1 padded, distinct per row
     bias_values: Array = None  # [B, M] f32, -inf bans the token
     mask_bits: Array = None  # [B, T, ceil(V/32)] i32, bit v % 32 of word v // 32 set iff token v is allowed
-    unfiltered: Array = None  # [B] bool, all set: no row has a filter, so slices need not hand over logits
+    unfiltered: Array = None  # [B] bool, all set: no row has a filter, which spares work for filters
