@@ -37,6 +37,7 @@ _TILE = tl.constexpr(TILE)
 _STRIPES = tl.constexpr(STRIPES)
 _HELD = tl.constexpr(HELD)
 _WANTED = tl.constexpr(3)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _NEVER = tl.constexpr(float("-inf"))
 _NO_KEY = tl.constexpr(-(2**63))
 _LAST = tl.constexpr(0x7FFFFFFF)
@@ -68,18 +69,18 @@ def survey(
         block = (row * tiles + tile) * _STRIPES + tl.arange(0, _STRIPES)
         tl.store(tops + block, scaled(slot, largest_of_blocks(x)))
         if slot.scale > 0:
-            filters = (tl.load(top_k + slot.b) > 0) | (tl.load(log_min_p + slot.b) > _NEVER)
-            if (tl.load(top_p + slot.b) < 1) | (filters & (x_out is not None)):
-                x = scaled(slot, x)
+            inverse = 1.0 / slot.scale
+            p = tl.load(top_p + slot.b)
+            if p < 1:
                 top = tl.max(x)
-                weight = tl.sum(tl.exp(x - tl.where(top > _NEVER, top, 0.0)))
-                tl.store(weights + row * tiles + tile, weight)
-                if x_out is not None:
+                below = (x - tl.where(top > _NEVER, top, 0.0)) * (inverse * _LOG2_E)
+                tl.store(weights + row * tiles + tile, tl.sum(tl.exp2(below)))
+            if x_out is not None:  # noqa: SIM102 - the filters are known at run time only
+                if (p < 1) | (tl.load(top_k + slot.b) > 0) | (tl.load(log_min_p + slot.b) > _NEVER):
                     inside = (token >= slot.first) & (token < slot.end)
-                    tl.store(x_out + row * v + token - offset, x, mask=inside)
-            else:
-                x = x * (1.0 / slot.scale)  # a bound may be off by two roundings
-            x += upper_bound(tile_bits(slot.seed, slot.position, first_of_tile(slot, tile), _TILE))
+                    tl.store(x_out + row * v + token - offset, scaled(slot, x), mask=inside)
+            noise = upper_bound(tile_bits(slot.seed, slot.position, first_of_tile(slot, tile), _TILE))
+            x = tl.fma(x, inverse, noise)  # a bound may be off by two roundings
         tl.store(bounds + block, largest_of_blocks(x))
 
 
@@ -215,14 +216,15 @@ def settle(
             weights + row * (blocks // _STRIPES) + tile, mask=tile * _STRIPES < blocks, other=0.0
         )
         all_weight = tl.sum(tl.where(tile_top > _NEVER, weight * tl.exp(tile_top - peak), 0.0))
-        best, doubt = verdict(keys, tl.sum(tl.load(before + parts), 0), all_weight, p)
+        best, doubt = verdict(keys, tl.sum(tl.load(before + parts), 0), all_weight, p, peak)
         while (best == _NO_KEY) & (doubt == 0) & (tl.max(keys) > _NO_KEY):
             cut, after = foremost(*candidates(slot, keys))
             limits = Limits(cut, after - 1, peak, least_gap)
             keys = search(slot, own_tops, own_bounds, blocks, limits, _WANTED, BLOCKS)
             token, x = candidates(slot, keys)
             count = list_blocks(own, of_blocks(own_tops, blocks, BLOCKS), tl.min(x), BLOCKS)
-            best, doubt = verdict(keys, weight_before(slot, own, 0, count, token, x, peak, 1), all_weight, p)
+            some = weight_before(slot, own, 0, count, token, x, peak, 1)
+            best, doubt = verdict(keys, some, all_weight, p, peak)
         if doubt:
             room = Gathered(own_tops, blocks, own, gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY)
             cut, last_id = find_cut(slot, room, 0, p, peak, BLOCKS, CAPACITY)

@@ -1,7 +1,7 @@
 """Which of a few tokens top-p keeps, from fp32 sums of the weights before each: right, or in doubt.
 
 The sums err by less than `_ERROR` of all weight (2^-17.5 in exp, 2^-24 per addition of a chain, 2^-41 per token that the
-contract rounds away), so a token whose sum is farther from the target than that is decided as the exact sums would.
+contract rounds away), and by `_ROUNDING` of the largest |x| that has weight: that is how x is rounded. So a token whose sum is farther from the target than that is decided as the exact sums would.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from draftwood.kernels.triton_ops import packed_index
 _BLOCK = tl.constexpr(BLOCK)
 _HELD = tl.constexpr(HELD)
 _ERROR = tl.constexpr(2.0**-14)
+_ROUNDING = tl.constexpr(2.0**-22)
 _NEVER = tl.constexpr(float("-inf"))
 _NO_KEY = tl.constexpr(-(2**63))
 _LAST = tl.constexpr(0x7FFFFFFF)
@@ -46,9 +47,9 @@ def weight_before(slot, listed, start, end, token, x, peak, CHUNK: tl.constexpr)
 
 
 @triton.jit
-def verdict(held, before, all_weight, p):
+def verdict(held, before, all_weight, p, peak):
     """The best key that is surely kept or no key, and whether a better one is in doubt."""
-    target, error = p * all_weight, all_weight * _ERROR
+    target, error = p * all_weight, all_weight * (_ERROR + tl.abs(peak) * _ROUNDING)
     kept = (before == 0.0) | (before < target - error)  # the first of all is kept whatever the target
     lost = (before > 0.0) & (before > target + error)
     best = tl.max(tl.where(kept, held, _NO_KEY))
