@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from draftwood.kernels.sample.triton_scores import scores
-from draftwood.kernels.sample.triton_search import list_blocks, listed_scores, of_blocks
+from draftwood.kernels.sample.triton_search import list_blocks, listed_tokens, of_blocks
 from draftwood.kernels.triton_ops import from_ordered, ordered
 
 _THRESHOLDS = tl.constexpr(16)
@@ -126,7 +126,8 @@ def _gather(slot, gathered, low, high, BLOCKS: tl.constexpr, CAPACITY: tl.conste
     blocks = list_blocks(gathered.listed, of_blocks(gathered.tops, gathered.n_blocks, BLOCKS), low, BLOCKS)
     n = tl.full([], 0, tl.int32)
     for first in range(0, blocks, _CHUNK):
-        token, x = listed_scores(slot, gathered.listed, blocks, first, _CHUNK)
+        token = listed_tokens(slot, gathered.listed, blocks, first, _CHUNK)
+        x = scores(slot, token)
         inside = ((x > low) & (x <= high)).to(tl.int32)
         place = n + tl.cumsum(inside, 0) - 1
         room = (inside != 0) & (place < CAPACITY)

@@ -49,7 +49,7 @@ def sample(
     _launch(pick, (rows,), arguments)
     if arguments["FILTERS"]:
         parts = min(_MOST_PARTS, triton.next_power_of_2(triton.cdiv(_PROGRAMS, rows)), arguments["BLOCKS"])
-        before = torch.empty(rows, parts, HELD, dtype=torch.float32, device=logits.device)
+        before = torch.empty(rows, parts, 2, HELD, dtype=torch.float32, device=logits.device)
         arguments |= {"before": before, "PARTS": parts}
         _launch(weigh, (rows, parts), arguments)
         _launch(settle, (rows,), arguments)

@@ -18,7 +18,14 @@ import triton.language as tl
 
 from draftwood.kernels.noise.triton_impl import gumbel, random_bits, tile_bits, upper_bound
 from draftwood.kernels.sample.triton_cut import Gathered, find_cut
-from draftwood.kernels.sample.triton_nucleus import candidates, foremost, verdict, weight_before
+from draftwood.kernels.sample.triton_nucleus import (
+    candidate_logits,
+    candidates,
+    foremost,
+    verdict,
+    weight_beside,
+    weights_before,
+)
 from draftwood.kernels.sample.triton_scores import (
     STRIPES,
     TILE,
@@ -157,7 +164,7 @@ def weigh(
     held,
     listed,
     n_listed,
-    before,  # [B * T, PARTS, 4] f32, of rows to settle
+    before,  # [B * T, PARTS, 2, 4] f32, of rows to settle
     T, V, M, offset, v, blocks,
     BLOCKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -170,13 +177,14 @@ def weigh(
             tl.load(position + row), b, row % T, live_slots(b, n_slots, tree_status, T), T, V, M, repetition, presence,
             frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
         )  # fmt: skip
-        rank = tl.arange(0, _HELD)
         peak = tl.max(of_blocks(tops + row * blocks, blocks, BLOCKS))
-        token, x = candidates(slot, tl.load(held + row * _HELD + rank))
+        keys = tl.load(held + row * _HELD + tl.arange(0, _HELD))
         run = (count + PARTS - 1) // PARTS
         end = tl.minimum((part + 1) * run, count)
-        weight = weight_before(slot, listed + row * blocks, part * run, end, token, x, peak, 2)
-        tl.store(before + (row * PARTS + part) * _HELD + rank, weight)
+        surely, maybe = weights_before(slot, listed + row * blocks, part * run, end, keys, peak, 2)
+        place = before + (row * PARTS + part) * 2 * _HELD + tl.arange(0, _HELD)
+        tl.store(place, surely)
+        tl.store(place + _HELD, maybe)
 
 
 @triton.jit
@@ -206,27 +214,32 @@ def settle(
             frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
         )  # fmt: skip
         p, least_gap, rank = tl.load(top_p + slot.b), tl.load(log_min_p + slot.b), tl.arange(0, _HELD)
-        own_tops, own_bounds, own = tops + row * blocks, bounds + row * blocks, listed + row * blocks
+        own_tops, own_bounds, own_list = tops + row * blocks, bounds + row * blocks, listed + row * blocks
         peak = tl.max(of_blocks(own_tops, blocks, BLOCKS))
         keys = tl.load(held + row * _HELD + rank)
-        parts = (row * PARTS + tl.arange(0, PARTS)[:, None]) * _HELD + rank[None, :]
+        parts = before + (row * PARTS + tl.arange(0, PARTS)[:, None]) * 2 * _HELD + rank[None, :]
         tile = tl.arange(0, BLOCKS // _STRIPES)
         tile_top = tl.max(tl.reshape(of_blocks(own_tops, blocks, BLOCKS), [BLOCKS // _STRIPES, _STRIPES]), 1)
         weight = tl.load(
             weights + row * (blocks // _STRIPES) + tile, mask=tile * _STRIPES < blocks, other=0.0
         )
         all_weight = tl.sum(tl.where(tile_top > _NEVER, weight * tl.exp(tile_top - peak), 0.0))
-        best, doubt = verdict(keys, tl.sum(tl.load(before + parts), 0), all_weight, p, peak)
+        surely, maybe = tl.sum(tl.load(parts), 0), tl.sum(tl.load(parts + _HELD), 0)
+        own = weight_beside(slot, candidate_logits(slot, keys), peak)
+        best, doubt = verdict(keys, surely, maybe, own, all_weight, p, peak)
         while (best == _NO_KEY) & (doubt == 0) & (tl.max(keys) > _NO_KEY):
             cut, after = foremost(*candidates(slot, keys))
             limits = Limits(cut, after - 1, peak, least_gap)
             keys = search(slot, own_tops, own_bounds, blocks, limits, _WANTED, BLOCKS)
-            token, x = candidates(slot, keys)
-            count = list_blocks(own, of_blocks(own_tops, blocks, BLOCKS), tl.min(x), BLOCKS)
-            some = weight_before(slot, own, 0, count, token, x, peak, 1)
-            best, doubt = verdict(keys, some, all_weight, p, peak)
+            _, x = candidates(slot, keys)
+            count = list_blocks(own_list, of_blocks(own_tops, blocks, BLOCKS), tl.min(x), BLOCKS)
+            surely, maybe = weights_before(slot, own_list, 0, count, keys, peak, 1)
+            own = weight_beside(slot, candidate_logits(slot, keys), peak)
+            best, doubt = verdict(keys, surely, maybe, own, all_weight, p, peak)
         if doubt:
-            room = Gathered(own_tops, blocks, own, gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY)
+            room = Gathered(
+                own_tops, blocks, own_list, gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY
+            )
             cut, last_id = find_cut(slot, room, 0, p, peak, BLOCKS, CAPACITY)
             limits = Limits(cut, last_id, peak, least_gap)
             best = tl.max(search(slot, own_tops, own_bounds, blocks, limits, 1, BLOCKS))

@@ -1,7 +1,7 @@
 """Which of a few tokens top-p keeps, from fp32 sums of the weights before each: right, or in doubt.
 
 The sums err by less than `_ERROR` of all weight (2^-17.5 in exp, 2^-24 per addition of a chain, 2^-41 per token that the
-contract rounds away), and by `_ROUNDING` of the largest |x| that has weight: that is how x is rounded. So a token whose sum is farther from the target than that is decided as the exact sums would.
+contract rounds away), and by `_ROUNDING` of the largest |x| that has weight: so x rounds. Thus a token whose sum is farther from the target than that is decided as the exact sums would.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftwood.kernels.sample.triton_scores import BLOCK, scores
-from draftwood.kernels.sample.triton_search import HELD, listed_scores
+from draftwood.kernels.sample.triton_scores import BLOCK, processed, scores
+from draftwood.kernels.sample.triton_search import HELD, listed_tokens
 from draftwood.kernels.triton_ops import packed_index
 
 _BLOCK = tl.constexpr(BLOCK)
 _HELD = tl.constexpr(HELD)
 _ERROR = tl.constexpr(2.0**-14)
 _ROUNDING = tl.constexpr(2.0**-22)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _NEVER = tl.constexpr(float("-inf"))
 _NO_KEY = tl.constexpr(-(2**63))
 _LAST = tl.constexpr(0x7FFFFFFF)
@@ -24,34 +25,54 @@ _LAST = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def candidates(slot, held):
-    """Tokens and x [4] of keys; x is inf where there is none, so that nothing comes before it."""
+    """Tokens and x [4] of keys; x is inf where there is none."""
     some = held > _NO_KEY
     token = tl.where(some, packed_index(held), slot.first)
     return token, tl.where(some, scores(slot, token), float("inf"))
 
 
 @triton.jit
-def weight_before(slot, listed, start, end, token, x, peak, CHUNK: tl.constexpr):
-    """[4] f32: sum of exp(x' - peak) over those tokens of blocks start..end - 1 of a list that come before each candidate.
+def weights_before(slot, listed, start, end, held, peak, CHUNK: tl.constexpr):
+    """[4] f32 twice: sums of exp(x' - peak) over those tokens of blocks start..end - 1 of a list that surely come before each
+    candidate, and over those that may, itself included. CHUNK blocks at a time.
 
-    CHUNK blocks at a time.
+    Nothing is divided: logits that differ by more than rounding hides are in the order of their x.
     """
-    total = tl.zeros([_HELD, CHUNK * _BLOCK], tl.float32)
+    y = candidate_logits(slot, held)
+    apart = tl.abs(y) * 4.8e-7 + slot.scale * 1e-37
+    above, below = y + apart, y - apart
+    surely, maybe = (
+        tl.zeros([_HELD, CHUNK * _BLOCK], tl.float32),
+        tl.zeros([_HELD, CHUNK * _BLOCK], tl.float32),
+    )
     for first in range(start, end, CHUNK):
-        other, x_other = listed_scores(slot, listed, end, first, CHUNK)
-        weight = tl.exp(x_other - peak)
-        before = x_other[None, :] > x[:, None]
-        before = before | ((x_other[None, :] == x[:, None]) & (other[None, :] < token[:, None]))
-        total += tl.where(before, weight[None, :], 0.0)
-    return tl.sum(total, 1)
+        other = processed(slot, listed_tokens(slot, listed, end, first, CHUNK))
+        weight = weight_beside(slot, other, peak)[None, :]
+        surely += tl.where(other[None, :] > above[:, None], weight, 0.0)
+        maybe += tl.where(other[None, :] >= below[:, None], weight, 0.0)
+    return tl.sum(surely, 1), tl.sum(maybe, 1)
 
 
 @triton.jit
-def verdict(held, before, all_weight, p, peak):
-    """The best key that is surely kept or no key, and whether a better one is in doubt."""
+def candidate_logits(slot, held):
+    """[4] of keys, before step 4; inf where there is none."""
+    some = held > _NO_KEY
+    token = tl.where(some, packed_index(held), slot.first)
+    return tl.where(some, processed(slot, token), float("inf"))
+
+
+@triton.jit
+def weight_beside(slot, y, peak):
+    """exp(x - peak) of logits before step 4, within the error that `verdict` allows for."""
+    return tl.exp2(tl.fma(y, _LOG2_E / slot.scale, -peak * _LOG2_E))
+
+
+@triton.jit
+def verdict(held, surely, maybe, own, all_weight, p, peak):
+    """The best key that is surely kept or no key, and whether a better one is in doubt. own: the candidates' weights."""
     target, error = p * all_weight, all_weight * (_ERROR + tl.abs(peak) * _ROUNDING)
-    kept = (before == 0.0) | (before < target - error)  # the first of all is kept whatever the target
-    lost = (before > 0.0) & (before > target + error)
+    kept = (maybe == own) | (maybe - own < target - error)  # the first of all is kept whatever the target
+    lost = surely > target + error
     best = tl.max(tl.where(kept, held, _NO_KEY))
     return best, tl.max(tl.where(kept | lost, _NO_KEY, held)) > best
 

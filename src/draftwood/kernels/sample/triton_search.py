@@ -167,9 +167,7 @@ def list_blocks(listed, top, least, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def listed_scores(slot, listed, n, first, N: tl.constexpr):
-    """Tokens and x, [N * 512] each, of blocks first..first + N - 1 of a list of n; x is -inf beyond the list."""
+def listed_tokens(slot, listed, n, first, N: tl.constexpr):
+    """[N * 512] of blocks first..first + N - 1 of a list of n; beyond the list, tokens that have no logits."""
     place = first + tl.arange(0, N)
-    block = tl.load(listed + place, mask=place < n, other=1 << 20)
-    token = tokens_of_blocks(slot, block, N)
-    return token, scores(slot, token)
+    return tokens_of_blocks(slot, tl.load(listed + place, mask=place < n, other=1 << 20), N)
