@@ -121,6 +121,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
         for kernel, own in (
             (survey, {}),
             (pick, {"FILTERS": True, "BLOCKS": 512, "CAPACITY": _CAPACITY}),
+            (pick, {"FILTERS": False, "BLOCKS": 512, "CAPACITY": _CAPACITY}),
             (weigh, {"BLOCKS": 512, "PARTS": _MOST_PARTS}),
             (settle, {"BLOCKS": 512, "CAPACITY": _CAPACITY, "PARTS": _MOST_PARTS}),
         ):
@@ -129,7 +130,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
             arguments: dict[str, str | int] = {
                 n: sizes.get(n, types.get(n, "*i32")) for n in kernel.arg_names if n not in constexprs
             }
-            name = f"{kernel.__name__}, extras={every}"
+            name = f"{kernel.__name__}, extras={every}" + ("" if own.get("FILTERS", True) else ", no filter")
             cases.append(CompileCase(name, kernel, arguments, constexprs, _OPTIONS["num_warps"]))
     return cases
 

@@ -37,7 +37,15 @@ from draftwood.kernels.sample.triton_scores import (
     scaled,
     scores,
 )
-from draftwood.kernels.sample.triton_search import HELD, Limits, leader, list_blocks, of_blocks, search
+from draftwood.kernels.sample.triton_search import (
+    HELD,
+    Limits,
+    leader,
+    leaders,
+    list_blocks,
+    of_blocks,
+    search,
+)
 from draftwood.kernels.triton_ops import packed, packed_index
 
 _TILE = tl.constexpr(TILE)
@@ -123,26 +131,32 @@ def pick(
     own_tops, own_bounds, own = tops + row * blocks, bounds + row * blocks, listed + row * blocks
     best, count = tl.full([], _NO_KEY, tl.int64), -1
     if (slot.t < slot.live) & ((winners is None) | (filtered == 0)):
-        doubt = filtered
+        pending = filtered & (k <= 0) & (p < 1)
+        found, doubt = tl.full([_HELD], _NO_KEY, tl.int64), filtered
         if filtered == 0:
             best, doubt = leader(slot, own_bounds, blocks, BLOCKS)
             if (winners is not None) & (best > _NO_KEY) & (slot.scale > 0):
                 token = packed_index(best)
                 noise = gumbel(random_bits(slot.seed, slot.position, token))
                 best = packed(scores(slot, token) + noise, token)
+        if FILTERS:  # noqa: SIM102 - the filters are known at run time only
+            if pending:
+                peak = tl.max(of_blocks(own_tops, blocks, BLOCKS))
+                found, doubt = leaders(slot, own_bounds, blocks, peak, least_gap, BLOCKS)
+                best = tl.max(found)
         if doubt:
             peak, cut, last_id = tl.max(of_blocks(own_tops, blocks, BLOCKS)), _NEVER, _LAST
-            if FILTERS:  # noqa: SIM102 - k is known at run time only
+            if FILTERS:  # noqa: SIM102
                 if filtered & (k > 0) & (peak > _NEVER):
                     room = Gathered(
                         own_tops, blocks, own, gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY
                     )
                     cut, last_id = find_cut(slot, room, k, p, peak, BLOCKS, CAPACITY)
-            pending = filtered & (k <= 0) & (p < 1)
             limits = Limits(cut, last_id, peak, tl.where(filtered, least_gap, _NEVER))
             wanted = tl.where(pending, _WANTED, 1)
             found = search(slot, own_tops, own_bounds, blocks, limits, wanted, BLOCKS)
             best = tl.max(found)
+        if FILTERS:  # noqa: SIM102
             if pending & (best > _NO_KEY):
                 _, x = candidates(slot, found)
                 tl.store(held + row * _HELD + tl.arange(0, _HELD), found)

@@ -1,6 +1,6 @@
 """Which tokens of a row have the largest x + noise: blocks are looked into in the order of their upper bounds.
 
-`leader` looks into two blocks and tells, for a row without a filter, whether that was enough; `search` goes on until it is.
+`leader` and `leaders` rank tokens by approximate noise and tell whether that was enough; `search` does without.
 
 So the fp64 noise is computed for a few tokens of each row. It does not know why a token may be excluded.
 """
@@ -72,8 +72,7 @@ def leader(slot, bounds, blocks, BLOCKS: tl.constexpr):
     token = tokens_of_blocks(slot, pair, 2)
     x = scores(slot, token)
     if slot.scale > 0:
-        bits = block_bits(slot.seed, slot.position, quads_of_blocks(slot, pair, 2), 2 * _BLOCK)
-        x -= approximate_log(approximate_rate(bits))
+        x += approximate_noise(slot, pair, 2)
     keys = tl.where(x > _NEVER, packed(x, token), _NO_KEY)
     best = tl.max(keys)
     least = packed_value(best)  # NaN of no key
@@ -83,6 +82,55 @@ def leader(slot, bounds, blocks, BLOCKS: tl.constexpr):
         rivals = (keys < best) & (x >= least)
     elsewhere = (by_block < second) & (bound >= least)
     return best, tl.maximum(tl.max(rivals.to(tl.int32)), tl.max(elsewhere.to(tl.int32))) > 0
+
+
+@triton.jit
+def leaders(slot, bounds, blocks, peak, least_gap, BLOCKS: tl.constexpr):
+    """[4] keys of the three best tokens within a gap of the largest x, values within `_slack`, and whether they may be others.
+
+    Four blocks at a time, until the next one can't have one of the four best.
+    """
+    place, rank = tl.arange(0, BLOCKS), tl.arange(0, _HELD)
+    by_block = of_blocks(bounds, blocks, BLOCKS)
+    by_block = tl.where(by_block > _NEVER, packed(by_block, place), _NO_KEY)
+    held = tl.full([_HELD], _NO_KEY, tl.int64)
+    following = tl.max(by_block)
+    while _may_enter(following, tl.min(held)):
+        group = tl.zeros([_HELD], tl.int32)
+        for i in tl.static_range(_HELD):
+            group = tl.where(
+                rank == i, tl.where(following > _NO_KEY, packed_index(following), 1 << 20), group
+            )
+            by_block = tl.where(by_block < following, by_block, _NO_KEY)
+            following = tl.max(by_block)
+        token = tokens_of_blocks(slot, group, _HELD)
+        x = scores(slot, token)
+        stays = (x > _NEVER) & (x - peak >= least_gap)
+        keys = tl.where(stays, packed(x + approximate_noise(slot, group, _HELD), token), _NO_KEY)
+        for _ in tl.static_range(_HELD):
+            best = tl.max(keys)
+            held = _insert(held, best)
+            keys = tl.where(keys < best, keys, _NO_KEY)
+    value, worst = packed_value(held), tl.min(held)
+    least = 2 * _slack(value)
+    apart = tl.abs(value[:, None] - value[None, :]) > least[:, None]
+    clear = apart | (rank[:, None] == rank[None, :]) | (held == _NO_KEY)[:, None] | (held == _NO_KEY)[None, :]
+    return tl.where(held > worst, held, _NO_KEY), tl.min(clear.to(tl.int32)) == 0
+
+
+@triton.jit
+def _may_enter(key, worst):
+    """Whether a block of this key can have a token better than the worst held, whose value is approximate."""
+    value = packed_value(worst)  # NaN of no key
+    return (key > _NO_KEY) & ((worst == _NO_KEY) | (packed_value(key) >= value - 2 * _slack(value)))
+
+
+@triton.jit
+def approximate_noise(slot, block, N: tl.constexpr):
+    """[N * 512], of block [N]."""
+    quad = quads_of_blocks(slot, block, N)
+    bits = block_bits(slot.seed, slot.position, quad, N * _BLOCK)
+    return -approximate_log(approximate_rate(bits))
 
 
 @triton.jit
