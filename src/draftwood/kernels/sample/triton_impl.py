@@ -121,7 +121,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
         for kernel, own in (
             (survey, {}),
             (pick, {"FILTERS": True, "BLOCKS": 512, "CAPACITY": _CAPACITY}),
-            (pick, {"FILTERS": False, "BLOCKS": 512, "CAPACITY": _CAPACITY}),
+            *(() if every else ((pick, {"FILTERS": False, "BLOCKS": 512, "CAPACITY": _CAPACITY}),)),
             (weigh, {"BLOCKS": 512, "PARTS": _MOST_PARTS}),
             (settle, {"BLOCKS": 512, "CAPACITY": _CAPACITY, "PARTS": _MOST_PARTS}),
         ):
