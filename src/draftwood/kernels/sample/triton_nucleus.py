@@ -48,8 +48,8 @@ def weights_before(slot, listed, start, end, held, peak, CHUNK: tl.constexpr):
     for first in range(start, end, CHUNK):
         other = processed(slot, listed_tokens(slot, listed, end, first, CHUNK))
         weight = weight_beside(slot, other, peak)[None, :]
-        surely += tl.where(other[None, :] > above[:, None], weight, 0.0)
-        maybe += tl.where(other[None, :] >= below[:, None], weight, 0.0)
+        surely = tl.fma(weight, (other[None, :] > above[:, None]).to(tl.float32), surely)
+        maybe = tl.fma(weight, (other[None, :] >= below[:, None]).to(tl.float32), maybe)
     return tl.sum(surely, 1), tl.sum(maybe, 1)
 
 
