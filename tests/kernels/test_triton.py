@@ -106,11 +106,12 @@ def test_topk_slices_merge_to_the_whole(coupled, values):
 def test_topk_over_many_tiles(coupled):
     """Groups of groups; the best spread out, side by side (lists of more than one chunk), and too many that are equal."""
     cases, V = cases_of("topk_logprobs"), 20000
-    case = make_case("topk_logprobs", cases.DEFAULTS, D=3, V=V, k=16, coupled=coupled)
+    case = make_case("topk_logprobs", cases.DEFAULTS, D=4, V=V, k=16, coupled=coupled)
     inputs = cases.make(case)
     rng = np.random.default_rng(0)
     inputs["logits"][0, 1, 3000:3600] += 20 + 8 * (rng.random(600) < 0.1)
-    inputs["logits"][0, 2] = np.where(np.arange(V) % 7 == 3, np.float32(2.5), np.float32(-1e4))
+    inputs["logits"][0, 2] = np.where(np.arange(V) % 7 == 3, 2.5, -1e4)
+    inputs["logits"][0, 3] = np.where(np.arange(V) % 32 == 9, 1.0 + (np.arange(V) > V - 300), -1e4)
     cases.compare(case, run(case, inputs, "triton", DEVICE), run(case, inputs, "ref"))
 
 

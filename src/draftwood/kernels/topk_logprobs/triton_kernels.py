@@ -141,10 +141,8 @@ def select(
         t, s, p = tl.load(temperature + b), tl.load(seed + b), tl.load(position + row)
 
     low = _reached(tl.max(tl.reshape(peak, [GROUPS // CLASSES, CLASSES]), 0), k)
-    if t > 0:
-        low -= (
-            4 * RATE_ERROR + tl.abs(low) * 1e-6
-        )  # the k-th best and a token that should be listed may both be off
+    if t > 0:  # the k-th best and a token that should be listed may both be off
+        low -= 4 * RATE_ERROR + tl.abs(low) * 1e-6
     n = tl.full([], 0, tl.int32)
     if (low > _NEVER) | (v <= ROOM):
         n = _append(listed, 0, group, peak >= low, ROOM)
@@ -157,6 +155,7 @@ def select(
                 group, real = _members(listed, start, n_coarse, CHUNK, FAN)
                 x = tl.load(fine + group, mask=real, other=_NEVER)
                 n = _append(listed + ROOM, n, group, x >= low, ROOM)
+            n = tl.where(n_coarse > ROOM, n_coarse, n)
             listed += ROOM
             tl.debug_barrier()
         n_fine, n = n, tl.full([], 0, tl.int32)
