@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,11 +36,8 @@ def build(case: Case, inputs: dict[str, Any]) -> Callable[[], tuple[Tensor, Tens
     library = _library()
     kv, table, lengths = _paged(inputs)
     parts = library.flashmla_parts(torch.cuda.get_device_properties(q.device).multi_processor_count, T, H)
-    plan = q.new_empty(parts, PLAN_INTS, dtype=torch.int32)
-    splits = q.new_empty(B + 1, dtype=torch.int32)
+    plan, splits, part_o, part_lse = _workspace(case, B, T, H, parts, q.device)
     library.flashmla_plan(*_pointers(lengths, plan, splits), B, T, parts, _stream())
-    part_o = q.new_empty(B + parts, T * H, VALUE_DIM, dtype=torch.float32)
-    part_lse = q.new_empty(B + parts, T * H, dtype=torch.float32)
 
     def call() -> tuple[Tensor, Tensor]:
         o = q.new_empty(B, T, H, VALUE_DIM)
@@ -54,6 +52,19 @@ def build(case: Case, inputs: dict[str, Any]) -> Callable[[], tuple[Tensor, Tens
         return o, lse
 
     return call
+
+
+@lru_cache(maxsize=1)
+def _workspace(
+    case: Case, B: int, T: int, H: int, parts: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Plan, splits and partial results, which the calls of a case share as layers would. It stays alive with any of these."""
+    return (
+        torch.empty(parts, PLAN_INTS, dtype=torch.int32, device=device),
+        torch.empty(B + 1, dtype=torch.int32, device=device),
+        torch.empty(B + parts, T * H, VALUE_DIM, device=device),
+        torch.empty(B + parts, T * H, device=device),
+    )
 
 
 def _paged(inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:

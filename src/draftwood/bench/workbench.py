@@ -224,13 +224,14 @@ class Workbench:
             return built
         return lambda: module.run(**arguments)
 
-    def _timed(self, job: Job, arguments: dict[str, Any]) -> Call:
-        """The call to be timed: where the engine prepares what many calls share, that is done here."""
+    def _timed(self, job: Job, sets: Sequence[dict[str, Any]]) -> list[Call]:
+        """Calls to be timed, each on its own set of arguments. They are what the engine's layers are to each other: what these
+        share is prepared here, once."""
         shared = getattr(self.catalog.cases(job.kernel), "shared", None)
         if shared is None or job.impl in self.peers:
-            return self._call(job, arguments)
-        prepared: Call = shared(self.catalog.load(job.kernel, job.impl), arguments)
-        return prepared
+            return [self._call(job, arguments) for arguments in sets]
+        layer = shared(self.catalog.load(job.kernel, job.impl), sets[0])
+        return [layer(arguments) for arguments in sets]
 
     def _timer(self, job: Job, inputs: CaseInputs) -> Timer:
         cold = job.cache == "cold"
@@ -240,14 +241,15 @@ class Workbench:
             function = self.catalog.load(job.kernel, "ref")
             return CpuTimer(lambda: function(**arrays), cold, 2 * cache)
         if self.device == "cpu":
-            return CpuTimer(self._timed(job, self._own(job, inputs.arguments)), cold, 2 * cache)
+            (call,) = self._timed(job, [self._own(job, inputs.arguments)])
+            return CpuTimer(call, cold, 2 * cache)
 
         def calls(n: int) -> list[Call]:
             self._make_room(n * inputs.bytes)
             sets = [self._own(job, inputs.arguments)]
             sets += [map_tensors(inputs.arguments, torch.clone) for _ in range(n - 1)]
             inputs.held += (n - 1) * inputs.bytes
-            return [self._timed(job, s) for s in sets]
+            return self._timed(job, sets)
 
         touched = min(inputs.bytes, self.catalog.cases(job.kernel).bytes_moved(job.case))
         return CudaTimer(calls, cold, cache, touched)

@@ -101,14 +101,19 @@ def use(case: Case, capability: int) -> Use:
     return Use(capability, case["dtype"], case["R"], case["P"], case["page"])
 
 
-def shared(function: Callable[..., Any], inputs: dict[str, Any]) -> Callable[[], Any]:
-    """One layer's call, with what all layers of a pass share prepared."""
-    table, prefix_len, ancestors, n_slots = (
-        inputs[k] for k in ("page_table", "prefix_len", "ancestors", "n_slots")
-    )
-    layer = for_layers(function, table, prefix_len, ancestors, n_slots, inputs["pages"].shape[1])
-    own = {k: inputs[k] for k in ("q", "pages", "tree_kv", "scale", "value_dim")}
-    return lambda: layer(**own)
+def shared(
+    function: Callable[..., Any], inputs: dict[str, Any]
+) -> Callable[[dict[str, Any]], Callable[[], Any]]:
+    """What all layers of a pass share, prepared; of a layer's inputs, its call."""
+    table, lengths = inputs["page_table"], inputs["prefix_len"]
+    page = inputs["pages"].shape[1]
+    layer = for_layers(function, table, lengths, inputs["ancestors"], inputs["n_slots"], page)
+
+    def call_of(inputs: dict[str, Any]) -> Callable[[], Any]:
+        own = {k: inputs[k] for k in ("q", "pages", "tree_kv", "scale", "value_dim")}
+        return lambda: layer(**own)
+
+    return call_of
 
 
 def make(case: Case) -> dict[str, Any]:
