@@ -120,8 +120,8 @@ def compile_cases(capability: int) -> list[CompileCase]:
     for every in (False, True) if capability == 90 else (True,):  # without extras it is less of the same
         for kernel, own in (
             (survey, {}),
-            (pick, {"FILTERS": True, "BLOCKS": 512, "CAPACITY": _CAPACITY}),
-            *(() if every else ((pick, {"FILTERS": False, "BLOCKS": 512, "CAPACITY": _CAPACITY}),)),
+            (pick, {"FILTERS": True, "BLOCKS": 512}),
+            *(() if every else ((pick, {"FILTERS": False, "BLOCKS": 512}),)),
             (weigh, {"BLOCKS": 512, "PARTS": _MOST_PARTS}),
             (settle, {"BLOCKS": 512, "CAPACITY": _CAPACITY, "PARTS": _MOST_PARTS}),
         ):
