@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +13,6 @@ import torch
 from draftwood import LLM
 from support.tiny import write_drafter, write_target
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-MODULES = ("ddtree_generate", "ddtree_loop")
 PROMPT = [5, 7, 3, 9, 11, 8, 6]
 SLOTS = 24
 VOCABULARY = {"vocab_size": 12}  # so few that guesses are often right
@@ -24,11 +21,7 @@ TAPS = {"mask_token_id": 2, "target_layer_ids": [1, 0]}  # the last layer's and 
 
 @pytest.fixture(scope="module")
 def generate():
-    sys.path.insert(0, str(FOLDER))
-    yield import_module(MODULES[0])
-    sys.path.remove(str(FOLDER))
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    return import_module("ddtree_generate")  # not at the top: it imports much of transformers
 
 
 @pytest.fixture(scope="module")

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib import util
-from pathlib import Path
 
 import pytest
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "ddtree_loop.py"
-
-
-@pytest.fixture(scope="module")
-def loop():
-    spec = util.spec_from_file_location("ddtree_loop", FILE)
-    module = util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+import ddtree_loop as loop
 
 
 @pytest.mark.parametrize("D", [1, 7, 15])
-def test_same_tree_and_path(loop, D):
+def test_same_tree_and_path(D):
     for seed in range(10):
         contest = loop.Contest(D, 500, "cpu", seed=seed)
         contest.check()
@@ -31,14 +19,14 @@ def test_same_tree_and_path(loop, D):
     assert len(contest.loop_accept()[0]) > 1
 
 
-def test_a_difference_is_seen(loop):
+def test_a_difference_is_seen():
     contest = loop.Contest(3, 500, "cpu")
     contest.loop_tree.parents[2] += 1
     with pytest.raises(AssertionError, match="parents"):
         contest.check()
 
 
-def test_prints_and_stores_ratios(loop, tmp_path, monkeypatch, capsys):
+def test_prints_and_stores_ratios(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loop, "VISITS", 2)
     monkeypatch.setattr(loop, "DEPTHS", (2,))
     out = tmp_path / "out.json"

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib import util
-from pathlib import Path
 
 import pytest
 import torch
 
+import divergence as study
 from draftwood import LLM
 from support.tiny import write_drafter, write_target
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "divergence.py"
 COMMON = {"dtype": "float32", "page_size": 4, "max_context": 24}
-
-
-@pytest.fixture(scope="module")
-def study():
-    spec = util.spec_from_file_location("divergence", FILE)
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +21,7 @@ def folders(tmp_path_factory):
     return write_target(root / "t", 7), write_drafter(root / "d")
 
 
-def test_a_planted_difference_is_placed_and_weighed(study, folders):
+def test_a_planted_difference_is_placed_and_weighed(folders):
     llm = LLM(*folders, **COMMON)
     prompts = [[3, 5, 7, 9], [2, 4, 6, 8]]
     a = study.continued(llm, prompts, ("plain", 2), 4, 8)
@@ -48,12 +38,12 @@ def test_a_planted_difference_is_placed_and_weighed(study, folders):
     assert (leads >= 0).all()
 
 
-def test_one_model_is_off_by_nothing_from_itself(study, folders):
+def test_one_model_is_off_by_nothing_from_itself(folders):
     reader = study.Reader(LLM(*folders, **COMMON))
     assert study.rounding(reader, reader, [[3, 5, 7], [1, 2, 3]]) == (0.0, 0.0)
 
 
-def test_the_command_on_a_deterministic_engine(study, folders, tmp_path, monkeypatch):
+def test_the_command_on_a_deterministic_engine(folders, tmp_path, monkeypatch):
     out = tmp_path / "d.json"
     target, drafter = map(str, folders)
     options = [

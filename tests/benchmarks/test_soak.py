@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from importlib import util
-from pathlib import Path
-
 import pytest
 
+import soak
 from draftwood import LLM
 from support.tiny import TARGET, write_drafter, write_target
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "soak.py"
-
-
-@pytest.fixture(scope="module")
-def soak():
-    spec = util.spec_from_file_location("soak", FILE)
-    module = util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
 
 @pytest.mark.parametrize(("rounds", "settings"), [(600, {}), (300, {"graphs": True})], ids=str)
-def test_every_output_equals_its_solo_run(soak, tmp_path, rounds, settings):
+def test_every_output_equals_its_solo_run(tmp_path, rounds, settings):
     folders = write_target(tmp_path / "t", 7), write_drafter(tmp_path / "d")
     common = {"dtype": "float64", "page_size": 2, "max_context": 48, "prefill_chunk": 7, "depth": 3}
     crowded = {"n_pages": 24, "max_batch": 5, "prefill_budget": 10, "budget": 6}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import verify_attn_peers as script
 from draftwood.bench.catalog import load_file, read_peer
 from draftwood.kernels.case import make_case
 from draftwood.kernels.run_case import torch_inputs
@@ -17,16 +16,6 @@ from draftwood.kernels.verify_attn import cases
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 PEER = FOLDER / "peers" / "flashmla.py"
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = util.spec_from_file_location("verify_attn_peers", FOLDER / "verify_attn_peers.py")
-    module = util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
 
 
 def case(**axes):
@@ -54,13 +43,13 @@ def test_the_peer_refuses_what_it_cannot_do(axes, message):
         load_file(PEER).build(c, torch_inputs(c, cases.make(c), "cpu"))
 
 
-def test_sixty_shapes(script):
+def test_sixty_shapes():
     jobs = script.jobs_of(("gluon", "triton", "peer:flash_mla"), list(script.GROUPS))
     assert len({job.case for job in jobs}) == 60
     assert [len([j for j in jobs if j.cache == cache]) for cache in ("warm", "cold")] == [180, 88]
 
 
-def test_a_line_has_ratio_interval_and_trouble(script):
+def test_a_line_has_ratio_interval_and_trouble():
     shape = (1, 32, 8, 16384)
     axes = dict(zip(("B", "T", "H", "prefix"), shape, strict=True))
     us = {
