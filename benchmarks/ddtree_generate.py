@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 import transformers
-from ddtree_loop import loop_accept, loop_build
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
@@ -42,6 +41,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
+from ddtree_loop import loop_accept, loop_build
 from draftwood import LLM, SamplingParams, bundled
 from draftwood.bench.countdown import Countdown
 from draftwood.bench.device import describe
