@@ -55,6 +55,14 @@ def test_other_uses_go_to_the_portable_kernel_and_it_is_said_why(use, reason, mo
         choose("verify_attn", "cuda", "gluon", use=use)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_is_made_of_torch_operations_is_not_recorded(deterministic):
+    pytest.importorskip("triton")
+    assert load_kernels("cuda", deterministic=deterministic).recordable
+    for impl in ("torch_fixed",) if deterministic else ("torch", "torch_fixed"):
+        assert not load_kernels("cuda", {"verify_attn": impl}, deterministic=deterministic).recordable
+
+
 def test_attention_of_another_triton(monkeypatch):
     monkeypatch.setattr(specialised, "_triton", lambda: "3.8")
     assert "this is 3.8" in refusal("verify_attn", "gluon", KIMI)

@@ -158,8 +158,7 @@ class LLM:
         use = attention_use(config, self.dtype, self.device, self.config.page_size)
         chosen = load_kernels(self.device, kernels, deterministic=deterministic, use=use)
         self.kernels = over_vocabulary(chosen, self.world.ranks)
-        recordable = self.device == "cuda" and all(choice.impl != "torch" for choice in chosen.choices)
-        self.config = self.config.with_graphs(where_open=recordable)
+        self.config = self.config.with_graphs(where_open=self.device == "cuda" and chosen.recordable)
         self.tokenizer, self.target = self._load_target(model, inner_norm_eps)
         if deterministic:
             fix(self.target, self.kernels)

@@ -191,6 +191,11 @@ class Kernels:
     rotary: Callable[..., Any]
     choices: tuple[Choice, ...] = ()
 
+    @property
+    def recordable(self) -> bool:
+        """Whether a CUDA graph can be recorded of them: those made of torch operations may wait for the host."""
+        return not any(choice.impl.startswith("torch") for choice in self.choices)
+
 
 def load_kernels(
     device: str,
