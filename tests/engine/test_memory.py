@@ -125,6 +125,16 @@ def test_a_tree_too_much_for_memory_is_never_picked(folders, monkeypatch):
     assert max(record.padded_slots for record in output.rounds) == 8
 
 
+def test_prompts_that_are_cancelled_before_a_round_leave_nothing_behind(llm):
+    engine = llm.engine()
+    for index in range(3):
+        request = llm.request([3 + index] * 99, PARAMS, index=index)
+        engine.add(request)
+        engine.step()
+        engine.cancel(request)
+        assert {id(one) for one, _ in engine._prefilled} == {id(request)}
+
+
 def test_other_errors_are_raised(llm, monkeypatch):
     failing(monkeypatch, runner_kind(llm), "prefill", RuntimeError("some fault"), lambda *_: True)
     engine = llm.engine()

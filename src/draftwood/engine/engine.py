@@ -209,7 +209,8 @@ class Engine:
                 one for one in self.scheduler.active if one.source is request and not one.output.token_ids
             ]
             return [self._fail(one, error) for one in (request, *forked)]
-        self._prefilled.append((request, span))
+        going = [(other, earlier) for other, earlier in self._prefilled if not other.finished]
+        self._prefilled = [*going, (request, span)]
         return []
 
     def _fail(self, request: Request, error: str) -> StreamEvent:
