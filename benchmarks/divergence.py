@@ -7,7 +7,8 @@ ways. A pair of ways is described by the share of prompts whose outputs differ, 
 they do: both ways have read the same tokens there, and an fp32 copy of the model tells how far apart the two tokens were
 ("gap", in nats). What rounding does to such a gap is measured beside it, at all positions: the fp32 copy against the model, token
 for token ("rounding": the 99.9 % quantile). A gap beyond that needs a tipped router: "router" is the least lead of an expert that
-was chosen over one that was not, in any layer and position up to there, against the same quantile for routers.
+was chosen over one that was not, in any layer and position up to there, against the same quantile for routers. Of many leads
+one is nearly always that small, so it says only that the router may be the reason.
 
 With `--deterministic` nothing may differ; anything that does makes the exit status 1.
 """

@@ -1,4 +1,4 @@
-"""A round that is recorded must not ask the host: outside of kernels nothing is read from the device or made from Python values.
+"""A round or chunk that is recorded must not ask the host: outside of kernels nothing is read from the device or made from Python values.
 
 Without a GPU the kernels are torch's own, which do ask; they may. What they stand for is checked where there is one.
 """
@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftwood import LLM, SamplingParams
 from draftwood.engine import llm as llm_module
+from draftwood.engine.chunks import Chunk
 from draftwood.engine.row import Row
 from draftwood.kernels import load_kernels
 from draftwood.round import RoundPlan
@@ -120,6 +121,15 @@ def test_a_round_asks_the_host_nothing(llm, watch):
                     runner._step(held, plan, k)
             with watch:
                 runner._drafting.empty_ring(held.state.page_table)
+
+
+def test_a_chunk_asks_the_host_nothing(llm, watch):
+    runner, chunk = llm._runner(llm.drafting), Chunk(16, 4, "cpu")
+    with torch.inference_mode():
+        for tokens, start, pages in ([3, 4, 5], 0, [1]), ([6, 7], 3, [1, 2]):
+            chunk.set(tokens, start, pages)
+            with watch:
+                runner._fill(chunk.tokens, chunk.page_table, chunk.start, chunk.chain, chunk.count)
 
 
 def test_a_question_is_noticed(llm, watch):
