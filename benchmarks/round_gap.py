@@ -18,6 +18,7 @@ from rich.table import Table
 
 from draftwood import LLM, SamplingParams
 from draftwood.bench.device import describe
+from draftwood.bench.store import commit
 from draftwood.config import Mode, parse_budget
 from draftwood.engine.engine import Engine
 from draftwood.engine.graphs import Flight, GraphRunner
@@ -117,9 +118,8 @@ def main() -> None:
             *(str(r["batch"]), str(r["budget"]), str(r["rounds"]), f"{r['round_us']:.0f}"),
             *(*gaps, f"{r['limit_us']:.0f}", f"{r['within']:.0%}"),
         )
-    args.out.write_text(
-        json.dumps({"device": describe("cuda"), "torch": torch.__version__, "rows": rows}) + "\n"
-    )
+    facts = {"device": describe("cuda"), "torch": torch.__version__, "commit": commit()}
+    args.out.write_text(json.dumps({**facts, "rows": rows}) + "\n")
     console.print(table)
 
 

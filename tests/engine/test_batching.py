@@ -10,9 +10,11 @@ import torch
 
 from draftwood import LLM, SamplingParams
 from draftwood.cache.pages import OutOfPagesError
+from draftwood.engine.batch import build_state
 from draftwood.engine.budget import BudgetController
 from draftwood.engine.engine import Engine
 from draftwood.engine.request import Request
+from draftwood.engine.row import Row
 from draftwood.engine.runner import Runner
 from draftwood.engine.sampling_params import MAX_SEED, sample_seed
 from support.tiny import write_drafter, write_target
@@ -370,3 +372,21 @@ def test_after_an_error_in_a_step_nothing_is_reused(make, monkeypatch):
     assert (output.finish_reason, llm.cache.n_cached) == ("cancelled", 0)
     llm.cache.check_integrity([])
     assert llm.generate([STEM * 2], LONG)[0].token_ids == want.token_ids
+
+
+@pytest.mark.parametrize(
+    ("params", "spared"),
+    [
+        ([{}, {"temperature": 1.0}], True),
+        ([{"top_k": 3, "top_p": 0.5, "min_p": 0.1}], True),  # greedy: a filter changes nothing
+        ([{"temperature": 0.7, "logit_bias": {4: 1.0}, "repetition_penalty": 1.2}], True),
+        *(
+            ([{}, {"temperature": 1.0} | one], False)
+            for one in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1})
+        ),
+    ],
+)
+def test_sample_is_spared_filters_only_where_no_row_has_one(params, spared):
+    rows = [Row([1, 2], [], [0], 0, SamplingParams(**one), ()) for one in params]
+    state = build_state(rows, max_pages=1, max_context=8, vocab_size=11, device="cpu")
+    assert (state.params.unfiltered is not None) == spared
