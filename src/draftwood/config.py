@@ -58,7 +58,8 @@ class EngineConfig(BaseModel):
     graphs: bool | None = None
     """Replay rounds as CUDA graphs and learn their results a round late; on a CPU the same steps without graphs.
 
-    None: on a GPU, unless a kernel runs on torch operations there, which wait for the host, or `max_batch` is too large.
+    None: on a GPU, unless a kernel runs on torch operations there, which wait for the host, or `max_batch` is too large; with
+    tp > 1 only where asked for, since recorded collectives have run on no GPU yet.
     """
     deterministic: bool = False
     """A request's numbers do not depend on what runs beside it, bit for bit: see docs/deterministic.md. Slower."""
@@ -66,10 +67,11 @@ class EngineConfig(BaseModel):
     """At temperature > 0, rank draft candidates with the noise that the target's choice will use."""
 
     def with_graphs(self, *, where_open: bool) -> Self:
-        """With `graphs` decided: as it was asked for, else `where_open`, if the batch is not too large."""
+        """With `graphs` decided: as it was asked for, else `where_open`, within the limits that `graphs` names."""
         if self.graphs is not None:
             return self
-        return self.model_copy(update={"graphs": where_open and self.max_batch <= MAX_REPLAYED_BATCH})
+        graphs = where_open and self.tp == 1 and self.max_batch <= MAX_REPLAYED_BATCH
+        return self.model_copy(update={"graphs": graphs})
 
     @model_validator(mode="after")
     def _graphs_have_limits(self) -> Self:

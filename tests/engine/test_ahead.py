@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from draftwood import LLM, SamplingParams
+from draftwood.config import EngineConfig
 from support.tiny import write_drafter, write_target
 
 PROMPTS = [[3, 4, 5], [6], list(range(1, 38)), [8, 9], [10, 11, 12, 13], [14, 15], list(range(1, 35))]
@@ -140,6 +141,18 @@ def test_engines_take_turns(llms, other):
     engines[0].cancel(abandoned)
     assert [llms[True].generate([PROMPTS[1]], params[1], budget=8)[0].token_ids] == want[1:2]
     llms[True].cache.check_integrity([])
+
+
+def test_rounds_are_replayed_by_default_where_that_has_run():
+    def replayed(**settings):
+        return EngineConfig(**settings).with_graphs(where_open=True).graphs
+
+    assert replayed()
+    assert replayed(tp=2, graphs=True)
+    assert not replayed(tp=2)
+    assert not replayed(max_batch=129)
+    assert not replayed(graphs=False)
+    assert not EngineConfig().with_graphs(where_open=False).graphs
 
 
 def test_settings_that_do_not_go_together():
