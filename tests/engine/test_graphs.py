@@ -130,6 +130,23 @@ def test_state_stays_where_it_is(llm):
     assert runner._now is not held
 
 
+def test_states_of_one_size_share_the_ring(llm):
+    """Plain rounds of one wait in it until another begins, and are in the context then."""
+    runner, written = runner_of(llm, GraphRunner), runner_of(llm, Runner)
+    contexts = []
+    for kind in (written, runner):
+        llm.drafting.context.kv.zero_()
+        for one in (row(0, [3, 4, 5]), row(1, [6, 7, 8], frequency_penalty=0.5)):
+            start(kind, [one])
+            for _ in range(3):
+                kind.round(PLAIN)
+        kind.settle()
+        contexts.append(llm.drafting.context.kv.clone())
+    torch.testing.assert_close(*contexts)
+    first, second = runner._held.values()
+    assert first.ring is second.ring
+
+
 def test_few_states_are_kept(llm, monkeypatch):
     """Whatever is asked for: rows, penalties, and as many biases and stop tokens as one likes."""
     monkeypatch.setattr(graphs, "MOST_HELD", 5)

@@ -113,6 +113,7 @@ class GraphRunner(Runner):
         self._waiting = 0  # plain rounds whose features are in the ring
         self._max_pages = -(-max_context // page_size)
         self._chunks: dict[int, tuple[Chunk, Replay[None]]] = {}
+        self._rings: dict[int, Ring] = {}
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Decode these rows from the next round on. Rounds in flight may still be collected."""
@@ -211,10 +212,15 @@ class GraphRunner(Runner):
         if held is None:
             self._make_room()
             live = torch.zeros(len(like.root), dtype=torch.bool, device=self.device)
-            ring = None if self._drafting is None else self._drafting.new_ring(len(like.root))
-            held = Held(like, live, ring)
+            held = Held(like, live, self._ring(len(like.root)))
         self._held[key] = held
         return held
+
+    def _ring(self, rows: int) -> Ring | None:
+        """States of one size share it: it is empty whenever another one takes over."""
+        if self._drafting is not None and rows not in self._rings:
+            self._rings[rows] = self._drafting.new_ring(rows)
+        return self._rings.get(rows)
 
     def _make_room(self) -> None:
         unused = [key for key, held in self._held.items() if held is not self._now]
