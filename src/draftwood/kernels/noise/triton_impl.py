@@ -84,19 +84,9 @@ def _split(x):
 @triton.jit
 def _log1p(exponent, f):
     """log(2^e * (1 + f)) of what `_split` gives; the polynomial is a minimax fit, 1.7e-7 from log1p(f) / f."""
-    p = tl.fma(_like(f, -0.101068482), f, _like(f, 0.162225604))
-    p = tl.fma(p, f, _like(f, -0.172508358))
-    p = tl.fma(p, f, _like(f, 0.199001685))
-    p = tl.fma(p, f, _like(f, -0.249699086))
-    p = tl.fma(p, f, _like(f, 0.333350599))
-    p = tl.fma(p, f, _like(f, -0.500003636))
-    p = tl.fma(p, f, _like(f, 0.99999994))
-    return tl.fma(exponent.to(tl.float32), _like(f, 8.262958e-08), f * p)
-
-
-@triton.jit
-def _like(x, constant):
-    return tl.full(x.shape, constant, tl.float32)
+    p = 0.162225604 - 0.101068482 * f
+    p = 0.333350599 + f * (-0.249699086 + f * (0.199001685 + f * (-0.172508358 + f * p)))
+    return exponent.to(tl.float32) * 8.262958e-08 + f * (0.99999994 + f * (-0.500003636 + f * p))
 
 
 @triton.jit

@@ -45,7 +45,7 @@ def sample(
     rows = B * T
     arguments = _arguments(logits, params, seed, position, tree, 0)
     arguments |= {"choice": choice, "status": status, "x_out": None, "winners": None}
-    _launch(survey, (rows, _tiles(V, 0)), arguments, **_registers(params))
+    _launch(survey, (rows, _tiles(V, 0)), arguments)
     _launch(pick, (rows,), arguments)
     if arguments["FILTERS"]:
         parts = min(_MOST_PARTS, triton.next_power_of_2(triton.cdiv(_PROGRAMS, rows)), arguments["BLOCKS"])
@@ -73,7 +73,7 @@ def partial(
         arguments = _arguments(logits, params, seed, position, tree, offset)
         status = torch.empty(B, dtype=torch.int32, device=device)
         arguments |= {"choice": None, "status": status, "x_out": x if filters else None, "winners": key}
-        _launch(survey, (B * T, _tiles(v, offset)), arguments, **_registers(params))
+        _launch(survey, (B * T, _tiles(v, offset)), arguments)
         _launch(pick, (B * T,), arguments)
     return Partial(key, x)
 
@@ -120,8 +120,8 @@ def compile_cases(capability: int) -> list[CompileCase]:
     for every in (False, True) if capability == 90 else (True,):  # without extras it is less of the same
         for kernel, own in (
             (survey, {}),
-            (pick, {"FILTERS": True, "BLOCKS": 512}),
-            *(() if every else ((pick, {"FILTERS": False, "BLOCKS": 512}),)),
+            (pick, {"FILTERS": True, "BLOCKS": 512, "CAPACITY": _CAPACITY}),
+            *(() if every else ((pick, {"FILTERS": False, "BLOCKS": 512, "CAPACITY": _CAPACITY}),)),
             (weigh, {"BLOCKS": 512, "PARTS": _MOST_PARTS}),
             (settle, {"BLOCKS": 512, "CAPACITY": _CAPACITY, "PARTS": _MOST_PARTS}),
         ):
@@ -139,15 +139,9 @@ def _tiles(v: int, offset: int) -> int:
     return -(-(offset % 4 + v) // TILE)
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], **options: int) -> None:
+def _launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
     """With those arguments that the kernel has."""
-    kernel[grid](**{name: arguments[name] for name in kernel.arg_names}, **_OPTIONS, **options)
-
-
-def _registers(params: SampleParams) -> dict[str, int]:
-    """For `survey`: with 48 a multiprocessor takes ten programs instead of nine, and none spills unless there are extras."""
-    plain = all(getattr(params, name) is None for name in _OF_PARAMS)
-    return {"maxnreg": 48} if plain else {}
+    kernel[grid](**{name: arguments[name] for name in kernel.arg_names}, **_OPTIONS)
 
 
 def _arguments(

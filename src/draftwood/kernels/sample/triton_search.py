@@ -24,7 +24,6 @@ from draftwood.kernels.noise.triton_impl import (
 from draftwood.kernels.sample.triton_scores import (
     BLOCK,
     first_of_block,
-    processed,
     quads_of_blocks,
     scores,
     tokens_of_block,
@@ -71,9 +70,9 @@ def leader(slot, bounds, blocks, BLOCKS: tl.constexpr):
     second = tl.max(tl.where(by_block < first, by_block, _NO_KEY))
     pair = packed_index(tl.where((tl.arange(0, 2) == 0) | (second == _NO_KEY), first, second))
     token = tokens_of_blocks(slot, pair, 2)
-    x = processed(slot, token)
+    x = scores(slot, token)
     if slot.scale > 0:
-        x = tl.fma(x, 1.0 / slot.scale, approximate_noise(slot, pair, 2))
+        x += approximate_noise(slot, pair, 2)
     keys = tl.where(x > _NEVER, packed(x, token), _NO_KEY)
     best = tl.max(keys)
     least = packed_value(best)  # NaN of no key
