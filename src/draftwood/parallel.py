@@ -126,27 +126,19 @@ def _widened(tree: DraftTree, slots: int) -> DraftTree:
     return replace(tree, ancestors=F.pad(tree.ancestors, (0, words, 0, more)), **wider)
 
 
-def _views(like: object, buffer: Tensor | None = None) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """A buffer of bytes, and by field the tensor in `like` and its place there.
-
-    The widest numbers come first, so that each begins at a multiple of its size.
-    """
-    tensors = {f.name: getattr(like, f.name) for f in fields(like)}  # type: ignore[arg-type]
-    names = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    sizes = [tensors[name].numel() * tensors[name].element_size() for name in names]
-    if buffer is None:
-        whole = -(-sum(sizes) // ALIGNMENT) * ALIGNMENT
-        buffer = torch.empty(whole, dtype=torch.uint8, device=tensors[names[0]].device)
-    places = zip(names, buffer[: sum(sizes)].split(sizes), strict=True)
-    return buffer, {n: (x := tensors[n], part.view(x.dtype).view(x.shape)) for n, part in places}
+def _tensors(record: object) -> dict[str, Tensor]:
+    """By field, the widest numbers first: so each begins at a multiple of its size when they lie end to end."""
+    tensors: dict[str, Tensor] = {f.name: getattr(record, f.name) for f in fields(record)}  # type: ignore[arg-type]
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
 
 
 def packed(record: object) -> Tensor:
     """The bytes of a dataclass of tensors, end to end in one tensor."""
-    buffer, views = _views(record)
-    tensors = [x for x, _ in views.values()]
-    unit = _INTEGERS[min(x.element_size() for x in tensors)]
-    size = sum(x.numel() * x.element_size() for x in tensors)
+    tensors = list(_tensors(record).values())
+    unit = _INTEGERS[tensors[-1].element_size()]
+    size = sum(x.nbytes for x in tensors)
+    whole = -(-size // ALIGNMENT) * ALIGNMENT
+    buffer = torch.empty(whole, dtype=torch.uint8, device=tensors[0].device)
     numbers = [x.contiguous().as_strided((x.numel(),), (1,)).view(unit) for x in tensors]
     torch.cat(numbers, out=buffer[:size].view(unit))
     return buffer
@@ -154,5 +146,8 @@ def packed(record: object) -> Tensor:
 
 def unpacked(like: Record, buffer: Tensor) -> Record:
     """The record that was packed, its tensors being views of the buffer; `like` has the same shapes and types."""
-    _, views = _views(like, buffer)
-    return replace(like, **{name: place for name, (_, place) in views.items()})  # type: ignore[type-var]
+    tensors = _tensors(like)
+    sizes = [x.nbytes for x in tensors.values()]
+    parts = buffer[: sum(sizes)].split(sizes)
+    views = {n: part.view(x.dtype).view(x.shape) for (n, x), part in zip(tensors.items(), parts, strict=True)}
+    return replace(like, **views)  # type: ignore[type-var]
