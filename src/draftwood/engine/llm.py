@@ -154,12 +154,12 @@ class LLM:
         yarn_rule: YarnRule | None,
     ) -> None:
         deterministic = self.config.deterministic
-        config = self._target_config(model, inner_norm_eps)
+        folder, config = self._target_config(model, inner_norm_eps)
         use = attention_use(config, self.dtype, self.device, self.config.page_size)
         chosen = load_kernels(self.device, kernels, deterministic=deterministic, use=use)
         self.kernels = over_vocabulary(chosen, self.world.ranks)
         self.config = self.config.with_graphs(where_open=self.device == "cuda" and chosen.recordable)
-        self.tokenizer, self.target = self._load_target(model, inner_norm_eps)
+        self.tokenizer, self.target = self._load_target(folder, inner_norm_eps)
         if deterministic:
             fix(self.target, self.kernels)
         else:
@@ -346,11 +346,12 @@ class LLM:
         ]
         return BudgetController(CostTable(runner.time_target, sizes), drafts)
 
-    def _target_config(self, model: str | Path, inner_norm_eps: InnerNormEps) -> TargetConfig:
-        return TargetConfig.from_folder(resolve(model), inner_norm_eps=inner_norm_eps)
-
-    def _load_target(self, model: str | Path, inner_norm_eps: InnerNormEps) -> tuple[Tokenizer, Target]:
+    def _target_config(self, model: str | Path, inner_norm_eps: InnerNormEps) -> tuple[Path, TargetConfig]:
+        """Where the target is, and its config."""
         folder = resolve(model)
+        return folder, TargetConfig.from_folder(folder, inner_norm_eps=inner_norm_eps)
+
+    def _load_target(self, folder: Path, inner_norm_eps: InnerNormEps) -> tuple[Tokenizer, Target]:
         return Tokenizer.from_folder(folder), Target.from_folder(
             folder,
             dtype=self.dtype,

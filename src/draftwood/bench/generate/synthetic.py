@@ -67,11 +67,12 @@ class SyntheticLLM(LLM):
         self.imposed = ImposedDrafting(self.target.config.vocab_size, self.drafting, self.device)
         self.drafting = self.imposed
 
-    def _target_config(self, model: str | Path, inner_norm_eps: InnerNormEps) -> TargetConfig:
-        return read_target_config(Path(model), self._layers, inner_norm_eps)
+    def _target_config(self, model: str | Path, inner_norm_eps: InnerNormEps) -> tuple[Path, TargetConfig]:
+        """A file instead of a folder, and its config."""
+        return Path(model), read_target_config(Path(model), self._layers, inner_norm_eps)
 
-    def _load_target(self, model: str | Path, inner_norm_eps: InnerNormEps) -> tuple[Tokenizer, Target]:
-        config = self._target_config(model, inner_norm_eps)
+    def _load_target(self, folder: Path, inner_norm_eps: InnerNormEps) -> tuple[Tokenizer, Target]:
+        _, config = self._target_config(folder, inner_norm_eps)
         weights = RandomWeights(config, self.dtype, torch.device(self.device))
         target = Target(config, Take(weights), kernels=self.kernels, device=weights.device)
         return NoText(config.vocab_size), target
