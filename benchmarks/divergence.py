@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ from rich.table import Table
 from torch import Tensor
 
 from draftwood import LLM, SamplingParams
-from draftwood.bench.device import describe
+from draftwood.bench.device import origin
 from draftwood.bench.generate.prompts import of_files, own_source
-from draftwood.bench.store import commit
+from draftwood.bench.stats import mean_interval
 from draftwood.config import Mode
 from draftwood.models.target import MoE, TreeBatch
 from draftwood.tree import from_parents
@@ -123,13 +123,18 @@ def explained(
     return found
 
 
-def interval(values: np.ndarray) -> list[float]:
-    """Mean and its 95 % bootstrap interval."""
-    draws = np.random.default_rng(0).choice(values, (4000, len(values))).mean(1)
-    return [float(values.mean()), *(float(q) for q in np.quantile(draws, (0.025, 0.975)))]
+def cells(
+    found: Sequence[dict[str, Any]], share: Sequence[float], noise: Mapping[str, float]
+) -> Iterator[str]:
+    """What the table says of a pair of ways."""
+    gaps = [f["gap"] for f in found]
+    beyond = [f for f in found if f["gap"] > noise["gap"]]
+    yield from (f"{share[0]:.1%}", f"{share[1]:.1%} to {share[2]:.1%}")
+    yield from (f"{np.median(gaps):.3f}", f"{max(gaps):.3f}") if gaps else ("-", "-")
+    yield from (str(len(beyond)), str(sum(f["router"] <= noise["router"] for f in beyond)))
 
 
-def main() -> int:
+def arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", type=Path)
     p.add_argument("--drafter", type=Path)
@@ -143,8 +148,11 @@ def main() -> int:
     p.add_argument("--graphs", action=argparse.BooleanOptionalAction)
     p.add_argument("--deterministic", action="store_true")
     p.add_argument("--out", type=Path, required=True)
-    args, console = p.parse_args(), Console(width=140)
+    return p.parse_args()
 
+
+def main() -> int:
+    args, console = arguments(), Console(width=140)
     folders = (args.model, args.drafter)
     common = {"device": args.device, "max_context": args.length + args.new, "prefix_cache": False}
     llm = LLM(
@@ -173,24 +181,15 @@ def main() -> int:
         found = explained(prompts, outputs[a], outputs[b], precise)
         numbers = {f["prompt"] for f in found}
         differs[a, b] = np.array([i in numbers for i in range(len(prompts))], float)
-        share = interval(differs[a, b])
-        gaps = [f["gap"] for f in found]
-        beyond = [f for f in found if f["gap"] > noise["gap"]]
-        tipped = sum(f["router"] <= noise["router"] for f in beyond)
+        share = mean_interval(differs[a, b])
         rows.append({"a": a, "b": b, "differ": share, "found": found})
-        table.add_row(
-            *(f"{mode}, batch {size}" for mode, size in (a, b)),
-            *(f"{share[0]:.1%}", f"{share[1]:.1%} to {share[2]:.1%}"),
-            *((f"{np.median(gaps):.3f}", f"{max(gaps):.3f}") if gaps else ("-", "-")),
-            *(str(len(beyond)), str(tipped)),
-        )
-    more = interval(differs[plain, tree] - differs[plain, other])
+        names = (f"{mode}, batch {size}" for mode, size in (a, b))
+        table.add_row(*names, *cells(found, share, noise))
+    more = mean_interval(differs[plain, tree] - differs[plain, other])
     args.out.write_text(
         json.dumps(
             {
-                "device": describe(llm.device),
-                "torch": torch.__version__,
-                "commit": commit(),
+                **origin(llm.device),
                 "settings": {k: str(v) for k, v in vars(args).items() if k != "out"},
                 "rounding": noise,
                 "tree_less_plain": more,

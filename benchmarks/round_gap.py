@@ -17,8 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftwood import LLM, SamplingParams
-from draftwood.bench.device import describe
-from draftwood.bench.store import commit
+from draftwood.bench.device import origin
 from draftwood.config import Mode, parse_budget
 from draftwood.engine.engine import Engine
 from draftwood.engine.graphs import Flight, GraphRunner
@@ -118,8 +117,7 @@ def main() -> None:
             *(str(r["batch"]), str(r["budget"]), str(r["rounds"]), f"{r['round_us']:.0f}"),
             *(*gaps, f"{r['limit_us']:.0f}", f"{r['within']:.0%}"),
         )
-    facts = {"device": describe("cuda"), "torch": torch.__version__, "commit": commit()}
-    args.out.write_text(json.dumps({**facts, "rows": rows}) + "\n")
+    args.out.write_text(json.dumps({**origin("cuda"), "rows": rows}) + "\n")
     console.print(table)
 
 

@@ -21,10 +21,9 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from draftwood import LLM, SamplingParams
-from draftwood.bench.device import describe
+from draftwood.bench.device import origin
 from draftwood.bench.generate.prompts import Uniform
 from draftwood.bench.generate.synthetic import SyntheticLLM
-from draftwood.bench.store import commit
 from draftwood.config import Mode
 
 NAMED = 100
@@ -105,9 +104,8 @@ def main() -> None:
             rows.append(row)
             cells = (row["rounds"], f"{row['round_us']:.0f}", row["kernels"], f"{row['kernels_us']:.0f}")
             table.add_row(mode, *map(str, (batch, *cells)), f"{row['ratio']:.3f}")
-    facts = {"device": describe("cuda"), "torch": torch.__version__, "commit": commit()}
     model = {k: str(v) for k, v in vars(args).items() if v is not None and k != "out"}
-    args.out.write_text(json.dumps({**facts, "settings": model, "rows": rows}) + "\n")
+    args.out.write_text(json.dumps({**origin("cuda"), "settings": model, "rows": rows}) + "\n")
     console.print(table)
     for row in rows if args.top else ():
         console.print(f"{row['mode']}, batch {row['batch']}")

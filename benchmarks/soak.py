@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 
 from draftwood import LLM, SamplingParams
-from draftwood.bench.device import describe
-from draftwood.bench.store import commit
+from draftwood.bench.device import origin
 from draftwood.engine.request import Request
 from draftwood.kernels import KERNELS
 
@@ -176,7 +175,7 @@ def memory(device: str) -> int:
     return sum(type(o) is torch.Tensor and o.ndim > 1 for o in gc.get_objects())
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=20_000)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -194,8 +193,11 @@ def main() -> None:
         "--seconds", type=float, default=float("inf"), help="end after so long, with what there is"
     )
     parser.add_argument("--out", type=Path, help="store the tally here, as JSON")
-    a = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    a = arguments()
     kernels = dict.fromkeys(KERNELS, "torch") if a.kernels == "torch" else None
     common = {
         "dtype": a.dtype,
@@ -233,8 +235,7 @@ def main() -> None:
     print(result)
     if a.out is not None:
         settings = {name: str(value) for name, value in vars(a).items() if name != "out"}
-        facts = {"device": describe(a.device), "torch": torch.__version__, "commit": commit()}
-        a.out.write_text(json.dumps({**facts, "settings": settings, **result}) + "\n")
+        a.out.write_text(json.dumps({**origin(a.device), "settings": settings, **result}) + "\n")
     for line in soak.differences[:10]:
         print(line, file=sys.stderr)
     exact = a.deterministic or (a.dtype == "float64" and a.kernels == "torch")

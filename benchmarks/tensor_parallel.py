@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from draftwood import LLM, SamplingParams
-from draftwood.bench.device import describe
-from draftwood.bench.store import commit
+from draftwood.bench.device import origin
 from draftwood.config import Mode
 from draftwood.engine.world import RankError
 from draftwood.kernels import KERNELS
@@ -123,9 +122,7 @@ def main() -> None:
     one, many = exact(*where), exact(*where, **several)
     different = [name for name in one if one[name] != many[name]]
     result: dict[str, Any] = {
-        "device": describe(options.device),
-        "torch": torch.__version__,
-        "commit": commit(),
+        **origin(options.device),
         "pair": [str(folder) for folder in options.pair],
         "graphs": options.graphs,
         **several,

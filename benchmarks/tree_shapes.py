@@ -23,6 +23,7 @@ from rich.table import Table
 
 from draftwood import LLM, SamplingParams
 from draftwood.bench.generate.prompts import of_files, own_source
+from draftwood.bench.stats import mean_interval
 from draftwood.engine.row import Row
 from draftwood.engine.runner import Runner
 from draftwood.kernels.tree_build import tree_build
@@ -119,13 +120,6 @@ SHAPES = {"best-first": best_first, "spine": spine_first} | {
 }
 
 
-def interval(values: np.ndarray) -> tuple[float, float, float]:
-    """The mean over texts and its 95 % bootstrap interval."""
-    draws = np.random.default_rng(0).choice(values, (10_000, len(values))).mean(1)
-    low, high = np.quantile(draws, (0.025, 0.975))
-    return float(values.mean()), float(low), float(high)
-
-
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--prompts", type=int, default=32)
@@ -153,8 +147,8 @@ def main() -> None:
             for shape, by_budget in per_text.items():
                 cells = []
                 for n, values in by_budget.items():
-                    mean = interval(np.array(values))
-                    gain = interval(np.array(values) - np.array(per_text["best-first"][n]))
+                    mean = mean_interval(np.array(values))
+                    gain = mean_interval(np.array(values) - np.array(per_text["best-first"][n]))
                     results.append(
                         {"temperature": temperature, "shape": shape, "slots": n, "tokens": mean, "gain": gain}
                     )

@@ -186,3 +186,15 @@ def test_nothing_to_summarize_or_compare_is_an_error():
         stats.summarize([])
     with pytest.raises(ValueError, match="one side"):
         stats.compare(np.empty(0), np.ones(3), paired=False)
+
+
+def test_the_interval_of_a_mean_covers_it_and_narrows():
+    rng = np.random.default_rng(1)
+    few, many = rng.normal(5, 2, 50), rng.normal(5, 2, 5000)
+    mean, low, high = stats.mean_interval(few)
+    assert mean == pytest.approx(few.mean())
+    assert low < mean < high
+    assert high - low == pytest.approx(2 * 1.96 * few.std() / 50**0.5, rel=0.1)
+    narrow = stats.mean_interval(many)
+    assert narrow[2] - narrow[1] < (high - low) / 5
+    assert stats.mean_interval(np.ones(9)) == (1, 1, 1)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from draftwood.bench.store import commit
 from draftwood.bench.work import Ceilings
 
 _REPEAT = 50
@@ -58,6 +59,11 @@ def describe(device: str) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         **clock_reader(device).describe(),
     }
+
+
+def origin(device: str) -> dict[str, Any]:
+    """Where a result comes from that is stored by itself, not in a run."""
+    return {"device": describe(device), "torch": str(torch.__version__), "commit": commit()}
 
 
 def cpu_name() -> str:

@@ -91,6 +91,13 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     return float(ordered[rank]), float(ordered[n - 1 - rank])
 
 
+def mean_interval(values: np.ndarray) -> tuple[float, float, float]:
+    """The mean, and its 95 % bootstrap interval; the draws are the same in every call."""
+    draws = np.random.default_rng(0).choice(values, (10_000, len(values))).mean(1)
+    low, high = np.quantile(draws, (0.025, 0.975))
+    return float(values.mean()), float(low), float(high)
+
+
 def half_width(values: Sequence[float]) -> float:
     """Half the interval of the median, relative to the median."""
     low, high = median_interval(values)
