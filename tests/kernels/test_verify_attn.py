@@ -205,6 +205,26 @@ def test_page_size_does_not_matter():
         cases.compare(c, run(c, {**inputs, "pages": pool, "page_table": table}, "torch"), want)
 
 
+def test_where_a_key_lies_hardly_changes_a_bit():
+    """Weights are rounded to 16 bits relative to a power of two, so all orders of blocks round them alike."""
+    axes = {"H": 4, "R": 64, "P": 16, "prefix": 200, "dtype": "float16", "tree": "chain"}
+    in_tree = case(T=24, **axes)
+    inputs = cases.make(in_tree)
+    o, _ = run(in_tree, inputs, "triton")
+    prefix = inputs["pages"][inputs["page_table"][0, :13]].reshape(-1, 80)[:200]
+    pages = np.zeros((14 * 16, 80), prefix.dtype)
+    pages[:223] = np.concatenate([prefix, inputs["tree_kv"][0, :23]])
+    alone = {
+        **take_slots(inputs, [23]),
+        "ancestors": chain(1),
+        "pages": pages.reshape(14, 16, 80),
+        "page_table": np.arange(14, dtype=np.int32)[None],
+        "prefix_len": np.array([223], np.int32),
+    }
+    o_alone, _ = run(case(T=1, **axes | {"prefix": 223}), alone, "triton")
+    assert (o[0, 23] == o_alone[0, 0]).mean() > 0.99
+
+
 def test_strided_inputs():
     c = case(B=2, T=9, ragged=1)
     inputs = torch_inputs(c, cases.make(c), "cpu")

@@ -63,8 +63,9 @@ def absorb(acc, top, weight, latent, s):
     """Online softmax, base 2: one more block of latents [keys, R] and their transposed scores [keys, rows].
 
     `weight` keeps a sum per place in the block: one sum over all keys at the end is cheaper than one per block.
+    Weights are relative to a power of two, so that rounding them gives the same whichever blocks came before.
     """
-    new_top = tl.maximum(top, tl.max(s, 0))
+    new_top = tl.maximum(top, tl.ceil(tl.max(s, 0)))
     decay = tl.exp2(top - new_top)
     p = tl.exp2(s - new_top[None, :])
     weight = weight * decay[None, :] + p
