@@ -1,10 +1,12 @@
-"""Where the shared pieces round."""
+"""Where the shared pieces round, and how they multiply."""
 
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftwood.kernels.torch_ops import rms_norm
+from draftwood.models.layers import Matrix
 
 
 def test_rms_norm_rounds_before_the_weight():
@@ -22,3 +24,21 @@ def test_rms_norm_keeps_double_precision():
     x = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     want = x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
     torch.testing.assert_close(rms_norm(x, torch.ones_like(x[0]), 1e-5), want, rtol=0, atol=1e-14)
+
+
+def test_rows_apart_are_multiplied_at_once():
+    """A product per request would read the weight once per request: eight times the head, in a batch of eight."""
+    called = []
+
+    class Listening(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(func.overloadpacket)
+            return func(*args, **kwargs or {})
+
+    x, head = torch.randn(8, 5, 16)[:, 1:], Matrix(torch.randn(40, 16))
+    with Listening():
+        y = head(x)
+    assert y.shape == (8, 4, 40)
+    assert torch.ops.aten.mm in called
+    assert torch.ops.aten.bmm not in called
+    torch.testing.assert_close(y, x.contiguous() @ head.weight.T)

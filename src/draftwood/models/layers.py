@@ -66,6 +66,13 @@ def fix(model: nn.Module, kernels: Kernels) -> None:
             module.fix(kernels)
 
 
+def product_of_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., in] W^T as one product: of rows that do not lie side by side, torch would make one per batch entry, each
+    of which reads the weight."""
+    y: Tensor = F.linear(x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+    return y
+
+
 class Matrix(Packable, Fixable):
     """x [..., in] -> x W^T for a frozen weight W [out, in]; a parameter given as the weight is shared."""
 
@@ -73,7 +80,7 @@ class Matrix(Packable, Fixable):
         super().__init__()
         self.weight = weight if isinstance(weight, nn.Parameter) else matrix(weight)
         self.packed: PackedMatrix | None = None
-        self.product: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.product: Callable[[Tensor, Tensor], Tensor] = product_of_rows
 
     def pack(self) -> None:
         self.packed = PackedMatrix.of(self.weight)
