@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -125,11 +128,12 @@ def _write_shards(
     for i, shard in enumerate(shards, 1):
         file = SINGLE if alone else f"model-{i:05d}-of-{len(shards):06d}.safetensors"
         held: dict[str, Tensor] = {}
-        for tensor in shard:
-            held[tensor.name] = _random(tensor, seed)
-            done += tensor.nbytes
-            if progress is not None:
-                progress(done, total)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # one generator fills a tensor with one thread
+            for tensor, numbers in zip(shard, pool.map(partial(_random, seed=seed), shard), strict=True):
+                held[tensor.name] = numbers
+                done += tensor.nbytes
+                if progress is not None:
+                    progress(done, total)
         save_file(held, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(held, file)
     if not alone:
