@@ -42,7 +42,8 @@ LARGE = {
             for values in ("normal", "ties", "holes")
         ),
         *({"B": 3, "D": 15, "V": FULL_VOCABULARY, "coupled": c, "dtype": "bfloat16"} for c in (0, 1)),
-        *({"B": 2, "D": 3, "V": 9999, "k": k, "coupled": c} for k in (1, 5, 64, 256, 300) for c in (0, 1)),
+        *({"B": 2, "D": 3, "V": V, "k": k} for V in (9999, 32000, FULL_VOCABULARY) for k in (1, 7, 64, 300)),
+        *({"B": 2, "D": 3, "V": 9999, "k": k, "coupled": 1} for k in (1, 5, 64, 256, 300)),
     ],
     "tree_build": [
         *({"B": 5, "T": T, "values": values} for T in range(1, 131) for values in ("random", "ties")),

@@ -59,31 +59,28 @@ def merge(partials: Sequence[Partial], k: int) -> tuple[Tensor, Tensor]:
 def compile_cases(capability: int) -> list[CompileCase]:
     """See `draftwood.kernels.compile_case`."""
     cases = []
-    for coupled in (False, True):
-        sizes = _sizes(32, 163840)
-        arguments: dict[str, str | int] = {
-            "logits": "*bf16",
-            "seed": "*i64",
-            "position": "*i32",
-            "ids": "*i32",
-        }
-        arguments |= {
-            "listed": "*i32",
-            "found": "*i64",
-            "offset": 0,
-            "D": 7,
-            "v": 163840,
-            "k": 32,
-            "tiles": 40,
-        }
-        arguments |= {"logits_b": 7 * 163840, "logits_d": 163840}
+    arguments: dict[str, str | int] = {
+        "logits": "*bf16",
+        "seed": "*i64",
+        "position": "*i32",
+        "ids": "*i32",
+        "listed": "*i32",
+        "found": "*i64",
+        "offset": 0,
+        "D": 7,
+        "v": 163840,
+        "tiles": 40,
+        "logits_b": 7 * 163840,
+        "logits_d": 163840,
+    }
+    for coupled, k in ((False, 32), (True, 32), (False, 7)):
+        every = {"COUPLED": coupled, "TILE": TILE, **_sizes(k, 163840)}
+        arguments["k"] = k
         for kernel, warps in ((stream, _STREAM_WARPS[coupled]), (select, _SELECT_WARPS)):
-            every = {"COUPLED": coupled, "TILE": TILE, **sizes}
             constexprs = {n: every[n] for n in kernel.arg_names if n in every}
             types = {n: arguments.get(n, "*fp32") for n in kernel.arg_names if n not in constexprs}
-            cases.append(
-                CompileCase(f"{kernel.__name__}, coupled={coupled}", kernel, types, constexprs, warps)
-            )
+            name = f"{kernel.__name__}, k={k}, coupled={coupled}"
+            cases.append(CompileCase(name, kernel, types, constexprs, warps))
     wide = {
         **arguments,
         **dict.fromkeys(("logits", "value", "maximum", "total"), "*fp64"),

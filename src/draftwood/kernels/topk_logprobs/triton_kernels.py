@@ -152,9 +152,9 @@ def select(
             n_coarse, n = n, tl.full([], 0, tl.int32)
             fine += row * (tiles * (TILE // FINE))
             for start in range(0, tl.minimum(n_coarse, ROOM), CHUNK):
-                group, real = _members(listed, start, n_coarse, CHUNK, FAN)
-                x = tl.load(fine + group, mask=real, other=_NEVER)
-                n = _append(listed + ROOM, n, group, x >= low, ROOM)
+                member, real = _members(listed, start, n_coarse, CHUNK, FAN)
+                x = tl.load(fine + member, mask=real, other=_NEVER)
+                n = _append(listed + ROOM, n, member, x >= low, ROOM)
             n = tl.where(n_coarse > ROOM, n_coarse, n)
             listed += ROOM
             tl.debug_barrier()
