@@ -1,12 +1,13 @@
 """verify_attn in Gluon, for Hopper: latents of 512 + 64 numbers in bf16 (see `draftwood.kernels.specialised`).
 
 One launch per layer, of one program per multiprocessor, that begins before the launch ahead of it has ended and waits for that
-before it touches memory.
+before it reads queries or writes. A small one per pass plans who does what.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import triton
@@ -17,9 +18,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from draftwood.kernels.chip import chip_of
 from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.specialised import refusal
-from draftwood.kernels.verify_attn import gluon_kernels, use_of
+from draftwood.kernels.verify_attn import gluon_kernels, gluon_plan, use_of
 
-WIDTH, VALUE_DIM = 576, 512
+WIDTH, ROPE_DIM = 576, 64
 
 TUNING = {"GRAIN": 4, "AHEAD": 1}
 """GRAIN: pieces of 64 columns to a barrier. AHEAD: see `gluon_kernels`."""
@@ -50,9 +51,8 @@ def verify_attn(
         raise NotImplementedError(f"gluon {why_not}")
     if not pages.is_contiguous():
         raise ValueError(f"`pages`: expected contiguous pages, got strides {pages.stride()}")
-    return Attention(page_table, prefix_len, ancestors, n_slots, pages.shape[1]).with_lse(
-        q, pages, tree_kv, scale
-    )
+    attention = Attention(page_table, prefix_len, ancestors, n_slots, pages.shape[1])
+    return attention.with_lse(q, pages, tree_kv, scale)
 
 
 class Attention:
@@ -61,14 +61,14 @@ class Attention:
     def __init__(
         self, page_table: Tensor, prefix_len: Tensor, ancestors: Tensor, n_slots: Tensor, page: int
     ) -> None:
-        device = page_table.device
-        self.page = page
+        self.page, self.heads = page, 0
         self.page_table, self.ancestors = page_table.contiguous(), ancestors.contiguous()
         self.lengths = prefix_len.contiguous(), n_slots.contiguous()
-        self.programs = programs = chip_of(device).n_sms
-        self.arrivals = torch.zeros((programs, 2), dtype=torch.int32, device=device)
-        self.part_o = torch.empty((programs, 2, 64, VALUE_DIM), dtype=torch.bfloat16, device=device)
-        self.part_lse = torch.empty((programs, 2, 2, 64), dtype=torch.float32, device=device)
+        self.programs = programs = chip_of(page_table.device).n_sms
+        ints = partial(torch.empty, dtype=torch.int32, device=page_table.device)
+        self.plans, self.arrivals = ints(programs, gluon_plan.FIELDS.value), ints(programs, 2)
+        self.part_o = torch.empty(programs, 2, 64, 512, dtype=torch.bfloat16, device=page_table.device)
+        self.part_lse = torch.empty(programs, 2, 2, 64, dtype=torch.float32, device=page_table.device)
 
     def __call__(self, q: Tensor, pages: Tensor, tree_kv: Tensor, scale: float, *, value_dim: int) -> Tensor:
         """o [B, T, H, R]; the arguments are those that differ from layer to layer."""
@@ -77,7 +77,15 @@ class Attention:
     def with_lse(self, q: Tensor, pages: Tensor, tree_kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """o, and lse [B, T, H]."""
         B, T, H, _ = q.shape
-        o = torch.empty((B, T, H, VALUE_DIM), dtype=q.dtype, device=q.device)
+        sizes = {"B": B, "T": T, "H": H, "M": self.page_table.shape[1], "n_pages": pages.shape[0]}
+        few = {"PAGE": self.page, "PROGRAMS": self.programs, "B_PAD": _padded(B)}
+        if self.heads != H:  # the first layer
+            self.heads = H
+            gluon_plan.plan[(self.programs,)](
+                *self.lengths, self.page_table, self.plans, **sizes, **few, num_warps=1
+            )
+            self.arrivals.zero_()  # after the plan, which `attend` reads before what precedes it has ended
+        o = torch.empty((B, T, H, q.shape[3] - ROPE_DIM), dtype=q.dtype, device=q.device)
         lse = torch.empty((B, T, H), dtype=torch.float32, device=q.device)
         gluon_kernels.attend[(self.programs,)](
             _descriptor(q, 64),
@@ -86,14 +94,11 @@ class Attention:
             self.page_table,
             *self.lengths,
             self.ancestors,
-            *(o, lse, self.part_o, self.part_lse, self.arrivals),
+            *(o, lse, self.part_o, self.part_lse, self.arrivals, self.plans),
             scale * _LOG2_E,
-            *(B, T, H, self.page_table.shape[1]),
-            n_pages=pages.shape[0],
+            **sizes,
             words=self.ancestors.shape[2],
-            PAGE=self.page,
-            PROGRAMS=self.programs,
-            B_PAD=1 if B == 1 else max(32, triton.next_power_of_2(B)),
+            **few,
             **TUNING,
             num_warps=_WARPS,
             launch_pdl=True,
@@ -113,19 +118,23 @@ def compile_cases(capability: int) -> list[CompileCase]:
 
 def _compile_cases(page: int, b_pad: int) -> list[CompileCase]:
     rows, paged = (f"tensordesc<bf16[{n}, 64],{_LAYOUT!r}>" for n in (64, page))
-    arguments = {
-        "q_desc": rows,
-        "kv_desc": paged,
-        "tree_desc": rows,
-        "ancestors": "*i64",
-        "scale_log2": "fp32",
-    }
-    arguments |= {"o": "*bf16", "lse": "*fp32", "part_o": "*bf16", "part_lse": "*fp32"}
-    arguments |= dict.fromkeys(("page_table", "prefix_len", "n_slots", "arrivals"), "*i32")
-    arguments |= dict.fromkeys(("B", "T", "H", "M", "n_pages", "words"), "i32")
-    constexprs = {"PAGE": page, "PROGRAMS": 132, "B_PAD": b_pad, **TUNING}
+    lengths = {"prefix_len": "*i32", "n_slots": "*i32", "page_table": "*i32"}
+    sizes = dict.fromkeys(("B", "T", "H", "M", "n_pages"), "i32")
+    outputs = {"o": "*bf16", "lse": "*fp32", "part_o": "*bf16", "part_lse": "*fp32"}
+    arguments = {"q_desc": rows, "kv_desc": paged, "tree_desc": rows, "ancestors": "*i64", "words": "i32"}
+    arguments |= {**lengths, **outputs, "plans": "*i32", "arrivals": "*i32", "scale_log2": "fp32", **sizes}
+    few = {"PAGE": page, "PROGRAMS": 132, "B_PAD": b_pad}
     name = f"page {page}, requests {b_pad}"
-    return [CompileCase(f"attend {name}", gluon_kernels.attend, arguments, constexprs, _WARPS)]
+    attend = {**few, **TUNING}
+    return [
+        CompileCase(f"attend {name}", gluon_kernels.attend, arguments, attend, _WARPS),
+        CompileCase(f"plan {name}", gluon_plan.plan, {**lengths, "plans": "*i32", **sizes}, few, 1),
+    ]
+
+
+def _padded(B: int) -> int:
+    """1 of one request, whose plan needs no sums; else whole warps of requests."""
+    return 1 if B == 1 else max(32, triton.next_power_of_2(B))
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:

@@ -8,8 +8,6 @@ and a block's weights take the place of its rope columns, which nothing reads af
 Both operands of every product come from shared memory: ptxas before CUDA 13.3 can overwrite a register operand of an
 asynchronous product too early. Each barrier is an allocation of its own, for the compiler synchronises the warps between
 accesses to the same one.
-
-What one warpgroup says to the other is ordered by mbarriers alone; the compiler has a warpgroup's warps meet before it arrives at one.
 """
 
 from __future__ import annotations
@@ -20,10 +18,19 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from draftwood.kernels.triton_line import LOWEST
-from draftwood.kernels.verify_attn.gluon_line import LN_2, SIZES, part_slot, run, segment
+from draftwood.kernels.verify_attn.gluon_line import LN_2, SIZES, part_slot, segment
 from draftwood.kernels.verify_attn.gluon_loads import produce
-from draftwood.kernels.verify_attn.gluon_products import add_values, clear, exp2_less, hide, rescale, scores
-from draftwood.kernels.verify_attn.gluon_share import bury, deliver, merge_share
+from draftwood.kernels.verify_attn.gluon_plan import FIELDS, planned_run, planned_segment
+from draftwood.kernels.verify_attn.gluon_products import (
+    add_values,
+    clear,
+    exp2_less,
+    fetch_masks,
+    hide,
+    rescale,
+    scores,
+)
+from draftwood.kernels.verify_attn.gluon_share import bury, deliver, in_lanes_order, merge_share
 
 
 @gluon.jit
@@ -62,6 +69,7 @@ def _publish(shared, BLOCK: gl.constexpr, p, top):
 
 @gluon.jit
 def _attend(
+    plans,
     lengths,
     sizes,
     tree,
@@ -80,15 +88,22 @@ def _attend(
     sums = told[2]
     q_free, _, _, _, _, done = barriers
     RS: gl.constexpr = gl.SliceLayout(1, _score_layout())
-    at, stop, each, total, alone = run(lengths, sizes, PROGRAMS, B_PAD)
+    at, stop, each, total = planned_run(plans)
+    b, prefix, n, tile_row, first, last, go_on, begin, units, whole = planned_segment(plans)
+    fetch_masks(tree, b, n, tile_row, sizes)
+    gdc_wait()
+    launches_at = plans + gl.program_id(0) * FIELDS + 20 + W
+    launches = gl.load(launches_at)
     bury(outputs, lengths, sizes, W, PROGRAMS)
     count = 0
     evens = 0
     odds = 0
     while at < stop:
-        b, prefix, n, tile_row, first, last, go_on, begin, units, whole = segment(
-            at, stop, each, alone, lengths, sizes, B_PAD
-        )
+        if count > 0:
+            b, prefix, n, tile_row, first, last, go_on, begin, units, whole = segment(
+                at, stop, each, (prefix, n), lengths, sizes, B_PAD
+            )
+            fetch_masks(tree, b, n, tile_row, sizes)
         tile = (b, prefix, n, tile_row, first, last)
         if W == 0:
             acc, top, weight = _even(tile, sizes, tree, scale_log2, shared, evens, odds, GRAIN, AHEAD)
@@ -102,14 +117,15 @@ def _attend(
         mbarrier.arrive(done, count=1)
         mbarrier.wait(done, count & 1)
         weight += sums.index(mine + 1 - W).load(RS)
-        part = part_slot(gl.program_id(0), begin, each, total, PROGRAMS) * 64
+        part = part_slot(gl.program_id(0), begin, each, total, PROGRAMS)
         _write(outputs, acc, top, weight, b, tile_row, n, sizes, whole, part, W)
         count += 1
         at += go_on
         if not whole:
             span = deliver(arrivals, begin, units, each, total, W, PROGRAMS)
             if at == stop:
-                merge_share(outputs, arrivals, (b, n, tile_row), span, sizes, W)
+                merge_share(outputs, arrivals, (b, n, tile_row), span, sizes, launches, W)
+    gl.store(launches_at, launches + 1)
 
 
 @gluon.constexpr_function
@@ -240,31 +256,33 @@ def _odd(tile, sizes, tree, scale_log2, shared, evens, odds, GRAIN: gl.constexpr
 
 
 @gluon.jit
-def _write(outputs, acc, top, weight, b, tile_row, n, sizes, whole, part, W: gl.constexpr):
+def _write(outputs, acc, top, weight, b, tile_row, n, sizes, whole, slot, W: gl.constexpr):
     """A finished tile's half of the output, or of a partial result."""
     o, lse, part_o, part_lse = outputs
     _, T, H, _ = sizes
     some = gl.where(weight == 0, 1.0, weight)
     log2_sum = gl.where(weight == 0, -float("inf"), top + gl.log2(some))
     acc = acc * gl.convert_layout(1.0 / some, gl.SliceLayout(1, acc.type.layout))[:, None]
-    LAYOUT: gl.constexpr = _store_layout()
-    out = gl.convert_layout(acc.to(o.dtype.element_ty), LAYOUT)
-    if whole:
-        to = b.to(gl.int64) * T * H + tile_row
-        o += to * 512
-        lse += to
-        rows = n * H - tile_row
-        log2_sum = log2_sum * LN_2
-    else:
-        o = part_o + part * 512
-        lse = part_lse + part * 2 + W * 64
-        rows = 64
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    col = W * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LAYOUT))
-    gl.store(o + (row * 512)[:, None] + col[None, :], out, mask=(row < rows)[:, None])
+    out = acc.to(o.dtype.element_ty)
     line = gl.arange(0, 64, layout=top.type.layout)
-    if (W == 0) | (not whole):
-        gl.store(lse + line, log2_sum, mask=line < rows)
+    if whole:
+        LAYOUT: gl.constexpr = _store_layout()
+        by_row = gl.convert_layout(out, LAYOUT)
+        to = b.to(gl.int64) * T * H + tile_row
+        row = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+        col = W * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, LAYOUT))
+        alive = (row < n * H - tile_row)[:, None]
+        gl.store(o + to * 512 + (row * 512)[:, None] + col[None, :], by_row, mask=alive)
+        if W == 0:
+            gl.store(lse + to + line, log2_sum * LN_2, mask=line < n * H - tile_row)
+    else:
+        half = slot.to(gl.int64) * 2 + W
+        flat = in_lanes_order(out)
+        LANES: gl.constexpr = flat.type.layout
+        at = gl.arange(0, 2048, layout=gl.SliceLayout(1, LANES)) * 8
+        inner = gl.arange(0, 8, layout=gl.SliceLayout(0, LANES))
+        gl.store(part_o + half * 16384 + at[:, None] + inner[None, :], flat)
+        gl.store(part_lse + half * 64 + line, log2_sum)
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -278,9 +296,10 @@ def attend(
     ancestors,  # [B, T, words]
     o,  # [B, T, H, 512]
     lse,
-    part_o,  # [programs, 2, 64, 512]
+    part_o,  # [programs, 2, 2, 2048, 8], of either warpgroup, see `in_lanes_order`
     part_lse,  # [programs, 2, 2, 64], of either warpgroup
     arrivals,  # [programs, 2], zero
+    plans,  # see `gluon_plan`
     scale_log2,
     B,
     T,
@@ -322,7 +341,6 @@ def attend(
         mbarrier.init(right_free[i], count=1)
         mbarrier.init(ready[i], count=1)
     fence_async_shared()
-    gdc_wait()
     gdc_launch_dependents()
     shared = (tiles, told, (q_free, full, left_free, right_free, ready, done))
     lengths = (prefix_len, n_slots)
@@ -337,6 +355,7 @@ def attend(
             (
                 _attend,
                 (
+                    plans,
                     lengths,
                     sizes,
                     tree,
@@ -354,6 +373,7 @@ def attend(
             (
                 _attend,
                 (
+                    plans,
                     lengths,
                     sizes,
                     tree,
@@ -368,7 +388,10 @@ def attend(
                     AHEAD,
                 ),
             ),
-            (produce, (lengths, sizes, descs, page_table, M, n_pages, shared, PAGE, PROGRAMS, B_PAD, GRAIN)),
+            (
+                produce,
+                (plans, lengths, sizes, descs, page_table, M, n_pages, shared, PAGE, PROGRAMS, B_PAD, GRAIN),
+            ),
         ],
         [4, 1],
         [240, 24],

@@ -186,3 +186,14 @@ def segment(at, stop, each, first_request, lengths, sizes, B_PAD: gl.constexpr):
 @gluon.jit
 def _plus(a, b):
     return a + b
+
+
+@gluon.jit
+def look_up(table, i, pages, n_pages, PAGE: gl.constexpr):
+    """Rows of the pool where the pages of block `i` begin."""
+    rows = ()
+    for part in gl.static_range(64 // PAGE):
+        at = i * (64 // PAGE) + part
+        page = gl.load(table + at, mask=at < pages, other=0)
+        rows += (gl.minimum(gl.maximum(page, 0), n_pages - 1) * PAGE,)  # type: ignore[assignment]
+    return rows

@@ -5,12 +5,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
 
-from draftwood.kernels.verify_attn.gluon_line import run, segment
+from draftwood.kernels.verify_attn.gluon_line import look_up, segment
+from draftwood.kernels.verify_attn.gluon_plan import planned_rows, planned_run, planned_segment
 
 
 @gluon.jit
 def produce(
+    plans,
     lengths,
     sizes,
     descs,
@@ -32,18 +35,23 @@ def produce(
     left = left._reinterpret(left.dtype, [8, 64, 64], rope.layout)
     right = right._reinterpret(right.dtype, [8, 64, 64], rope.layout)
     to = (left, right, rope, full, left_free, right_free)
-    at, stop, each, _total, alone = run(lengths, sizes, PROGRAMS, B_PAD)
+    at, stop, each, _total = planned_run(plans)
+    b, prefix, n, tile_row, first, last, go_on, _begin, _units, _whole = planned_segment(plans)
+    rows = planned_rows(plans, PAGE)
+    gdc_wait()
     count = 0
     evens = 0
     odds = 0
     while at < stop:
-        b, prefix, _n, tile_row, first, last, go_on, _begin, _units, _whole = segment(
-            at, stop, each, alone, lengths, sizes, B_PAD
-        )
+        if count > 0:
+            b, prefix, n, tile_row, first, last, go_on, _begin, _units, _whole = segment(
+                at, stop, each, (prefix, n), lengths, sizes, B_PAD
+            )
         table = page_table + b.to(gl.int64) * M
         tree_from = (prefix + 63) // 64
         pages = (prefix + PAGE - 1) // PAGE
-        rows = _look_up(table, first, pages, n_pages, PAGE)
+        if count > 0:
+            rows = look_up(table, first, pages, n_pages, PAGE)
         mbarrier.wait(q_free, (count & 1) ^ 1)
         mbarrier.wait(left_free[0], (evens & 1) ^ 1)
         asked = (q_desc, b * T * H + tile_row, queries)
@@ -51,7 +59,7 @@ def produce(
             _ask(asked, piece, full, GRAIN)
         for i in range(first, last):
             here = rows
-            rows = _look_up(table, i + 1, pages, n_pages, PAGE)
+            rows = look_up(table, i + 1, pages, n_pages, PAGE)
             tree_row = (b * T + (i - tree_from) * 64,)
             if i == first:
                 if i < tree_from:
@@ -73,17 +81,6 @@ def produce(
                 odds += 1
         count += 1
         at += go_on
-
-
-@gluon.jit
-def _look_up(table, i, pages, n_pages, PAGE: gl.constexpr):
-    """Rows of the pool where the pages of block `i` begin."""
-    rows = ()
-    for part in gl.static_range(64 // PAGE):
-        at = i * (64 // PAGE) + part
-        page = gl.load(table + at, mask=at < pages, other=0)
-        rows += (gl.minimum(gl.maximum(page, 0), n_pages - 1) * PAGE,)  # type: ignore[assignment]
-    return rows
 
 
 @gluon.jit

@@ -90,6 +90,20 @@ def _ancestors(tile, sizes, tree, tree_block, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def fetch_masks(tree, b, n, tile_row, sizes):
+    """Have what `hide` will read of a tile's slots brought into L1."""
+    _, T, H, _ = sizes
+    ancestors, words = tree
+    row = tile_row + gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    slot = gl.minimum(row // H, T - 1)
+    for word in range((n + 63) // 64):
+        at = ancestors + (b * T + slot).to(gl.int64) * words + word
+        gl.inline_asm_elementwise(
+            "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
 def hide(s, i, tile, sizes, tree):
     """Scores with -inf where a row must not see a key."""
     _, prefix, n, _, _, _ = tile

@@ -1,7 +1,7 @@
 """How the programs of the Gluon verify_attn finish the tiles that they share, in the same launch.
 
 A program that has a part of a tile writes its result to memory and adds itself to the tile's arrivals. Those whose run ends in
-the tile then wait for the others and merge some of its rows each; the last of them to leave sets the count back to zero. All
+the tile then wait for the others and merge some of it each. Counts go on from launch to launch of a plan, so none is ever set back. All
 programs run at once (a grid no larger than the chip), so those waited for have started. Each warpgroup keeps to its half of the columns.
 """
 
@@ -12,9 +12,6 @@ from triton.experimental.gluon import language as gl
 
 from draftwood.kernels.triton_line import LOWEST
 from draftwood.kernels.verify_attn.gluon_line import LN_2, lengths_of, owner, run_start
-
-LEFT = gl.constexpr(1 << 16)
-"""In a count of arrivals, one program that has left."""
 
 
 @gluon.constexpr_function
@@ -59,22 +56,41 @@ def deliver(arrivals, begin, units, each, total, W: gl.constexpr, PROGRAMS: gl.c
     return first, first_part, last - first + 1, last - first + 1 - goes_on.to(gl.int32)
 
 
+@gluon.constexpr_function
+def _lanes():
+    """What `in_lanes_order` gives, with a thread's eight numbers of a place in a row."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [32, 0], [64, 0], [128, 0], [256, 0]],
+        lane_bases=[[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]],
+        warp_bases=[[512, 0], [1024, 0]],
+        block_bases=[],
+        shape=[2048, 8],
+    )
+
+
 @gluon.jit
-def merge_share(outputs, arrivals, tile, span, sizes, W: gl.constexpr):
-    """Wait until a tile's parts are written and merge this program's share of its rows."""
-    first, _, parts, mergers = span
-    count = arrivals + first * 2 + W
-    while (_acquire(count) & (LEFT - 1)) != parts:
+def in_lanes_order(half):
+    """64 x 256 of a warpgroup's accumulator as [2048, 8], so that a thread stores what it holds as it is, 16 bytes at a time.
+
+    Row 16 w + 8 i + r and column 32 c + 8 d + 2 l + k become place ((((w 2 + i) 8 + c) 8 + r) 4 + l, d 2 + k).
+    """
+    flat = half.reshape([4, 2, 8, 8, 4, 4, 2]).permute([0, 1, 3, 2, 5, 4, 6]).reshape([2048, 8])
+    return gl.convert_layout(flat, _lanes())
+
+
+@gluon.jit
+def merge_share(outputs, arrivals, tile, span, sizes, launches, W: gl.constexpr):
+    """Wait until a tile's parts are written and merge this program's share of it.
+
+    The code is kept short, for it runs once and is read from L2.
+    """
+    first, _, parts, _ = span
+    while _acquire(arrivals + first * 2 + W) < parts * (launches + 1):
         pass
-    if parts == 2:
-        _merge_rows(outputs, tile, span, sizes, W, 32, 2)
-    elif parts <= 4:
-        _merge_rows(outputs, tile, span, sizes, W, 16, 4)
+    if parts <= 4:
+        _merge_places(outputs, tile, span, sizes, W, 4, 2)
     else:
-        _merge_rows(outputs, tile, span, sizes, W, 4, 16)
-    gl.thread_barrier()
-    if gl.atomic_add(count, LEFT, sem="relaxed", scope="gpu") == parts + (mergers - 1) * LEFT:
-        gl.store(count, 0)
+        _merge_places(outputs, tile, span, sizes, W, 1, 8)
 
 
 @gluon.jit
@@ -85,29 +101,34 @@ def _acquire(count):
 
 
 @gluon.jit
-def _merge_rows(outputs, tile, span, sizes, W: gl.constexpr, ROWS: gl.constexpr, PARTS: gl.constexpr):
-    """Every so many of a tile's groups of ROWS rows; PARTS parts of them are read together."""
+def _merge_places(outputs, tile, span, sizes, W: gl.constexpr, GROUPS: gl.constexpr, PARTS: gl.constexpr):
+    """This program's groups of 128 places, GROUPS of them side by side; PARTS parts of them are read together."""
     o, lse, part_o, part_lse = outputs
     _, T, H, _ = sizes
     b, n, tile_row = tile
     first, first_part, parts, mergers = span
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, _layout())
-    inner = gl.arange(0, ROWS, layout=BY_ROW)
-    col = W * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, _layout()))
-    for group in range(gl.program_id(0) - first, 64 // ROWS, mergers):
-        row = group * ROWS + inner
-        top = gl.full([ROWS], LOWEST, gl.float32, BY_ROW)
-        weight = gl.zeros([ROWS], gl.float32, BY_ROW)
-        acc = gl.zeros([ROWS, 256], gl.float32, _layout())
+    PLACES: gl.constexpr = 128 * GROUPS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0])
+    BY_PLACE: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    one = gl.arange(0, PLACES, layout=BY_PLACE)
+    inner = gl.arange(0, 8, layout=gl.SliceLayout(0, LAYOUT))
+    mine = gl.program_id(0) - first
+    for around in range(mine, 16, mergers * GROUPS):
+        place = (around + one // 128 * mergers) * 128 + one % 128
+        inside = place < 2048
+        row = place // 256 * 8 + place // 4 % 8
+        top = gl.full([PLACES], LOWEST, gl.float32, BY_PLACE)
+        weight = gl.zeros([PLACES], gl.float32, BY_PLACE)
+        acc = gl.zeros([PLACES, 8], gl.float32, LAYOUT)
         for start in range(0, parts, PARTS):
             values = ()
             logs = ()
             for j in gl.static_range(PARTS):
                 i = start + j
-                part = gl.where(i == 0, first_part, (first + i) * 2).to(gl.int64)
-                there = (i < parts) & (row >= 0)
-                logs += (gl.load(part_lse + part * 128 + W * 64 + row, mask=there, other=-float("inf")),)  # type: ignore[assignment]
-                at = part_o + part * 64 * 512 + (row * 512)[:, None] + col[None, :]
+                half = gl.where(i == 0, first_part, (first + i) * 2).to(gl.int64) * 2 + W
+                there = inside & (i < parts)
+                logs += (gl.load(part_lse + half * 64 + row, mask=there, other=-float("inf")),)  # type: ignore[assignment]
+                at = part_o + half * 16384 + (place * 8)[:, None] + inner[None, :]
                 values += (gl.load(at, mask=there[:, None], other=0.0),)  # type: ignore[assignment]
             new_top = top
             for j in gl.static_range(PARTS):
@@ -121,10 +142,13 @@ def _merge_rows(outputs, tile, span, sizes, W: gl.constexpr, ROWS: gl.constexpr,
                 acc += values[j].to(gl.float32) * p[:, None]
             top = new_top
         some = gl.where(weight == 0, 1.0, weight)
-        alive = tile_row + row < n * H
+        alive = inside & (tile_row + row < n * H)
         to = b.to(gl.int64) * T * H + tile_row + row
+        col = (
+            W * 256 + (place // 32 % 8 * 32 + place % 4 * 2)[:, None] + (inner // 2 * 8 + inner % 2)[None, :]
+        )
         out = (acc * (1.0 / some)[:, None]).to(o.dtype.element_ty)
-        gl.store(o + (to * 512)[:, None] + col[None, :], out, mask=alive[:, None])
+        gl.store(o + (to * 512)[:, None] + col, out, mask=alive[:, None])
         if W == 0:
             log2_sum = gl.where(weight == 0, -float("inf"), top + gl.log2(some))
-            gl.store(lse + to, log2_sum * LN_2, mask=alive)
+            gl.store(lse + to, log2_sum * LN_2, mask=alive & (place % 4 == 0) & (place // 32 % 8 == 0))
