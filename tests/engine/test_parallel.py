@@ -210,9 +210,12 @@ class TestTwoRanksReplayed:
             assert_equal({0: llm.generate(PROMPTS, params)}, {0: alone.generate(PROMPTS, params)})  # auto
             agree(llm)
             (pid,) = llm.world.pids.values()
+            runners = llm._graph_runners.values()
+            assert any(runner._held for runner in runners)
             assert "rank 1 of 2 was killed by signal 9" in str(
                 lose(llm, lambda: os.kill(pid, signal.SIGKILL))
             )
+            assert not any(runner._held for runner in runners), "NCCL would wait for these recordings"
 
 
 class TestFourRanks:

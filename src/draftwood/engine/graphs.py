@@ -92,6 +92,11 @@ class Replay(Generic[Result]):
         self._graph.replay()
         return self._result
 
+    def release(self) -> None:
+        """Give the recording back; it cannot be called any more."""
+        if self._graph is not None:
+            self._graph.reset()
+
 
 class GraphRunner(Runner):
     """A runner whose rounds are replayed: `launch` starts one, `collect` waits for its results.
@@ -187,6 +192,17 @@ class GraphRunner(Runner):
             held.catch_up = self._capture(held, lambda: drafting.empty_ring(held.state.page_table))
         held.catch_up()
         self._waiting = 0
+
+    def forget(self) -> None:
+        """Give all recordings back, whatever still runs: NCCL ends no communicator that one refers to."""
+        replays: list[Replay[Any]] = [replay for _, replay in self._chunks.values()]
+        for held in self._held.values():
+            replays += [*held.rounds.values(), *([] if held.catch_up is None else [held.catch_up])]
+        for replay in replays:
+            replay.release()
+        self._chunks.clear()
+        self._held.clear()
+        self._now, self._waiting = None, 0
 
     def time_round(self, batch: int, plan: RoundPlan) -> float:
         """Seconds of a round of a batch of nobody, which has no prefix: the least of a few."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from draftwood.engine.graphs import GraphRunner
 from draftwood.engine.runner import Runner
 from draftwood.engine.world import World
 from draftwood.round import RoundPlan
@@ -40,6 +41,7 @@ class ParallelRunner:
     def __init__(self, local: Runner, world: World) -> None:
         self._local, self._world, self._number = local, world, next(world.numbers)
         weakref.finalize(self, world.retired.append, self._number)
+        _forgets(local, world)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._local, name)
@@ -78,7 +80,14 @@ def serve(world: World, runner_of: Callable[[bool, bool], Runner]) -> None:
             runners.pop(number, None)
         if call.runner not in runners:
             runners[call.runner] = runner_of(call.drafts, call.noise_coupled)
+            _forgets(runners[call.runner], world)
         getattr(runners[call.runner], call.method)(*call.arguments, **call.options)
+
+
+def _forgets(runner: Runner, world: World) -> None:
+    """Recordings hold NCCL's communicator, which would wait for ever at the end."""
+    if isinstance(runner, GraphRunner):
+        world.before_end.append(runner.forget)
 
 
 def _without_host(argument: Any) -> Any:

@@ -55,6 +55,8 @@ class World:
         self._threads = torch.get_num_threads()
         self._is_open = ranks.size > 1
         self._alarm = False
+        self.before_end: list[Callable[[], object]] = []
+        """What this rank does before it leaves the others, whether or not it leaves them in order."""
         self.numbers = itertools.count()  # of runners
         self.retired: list[int] = []  # runners that the others can forget
 
@@ -163,6 +165,7 @@ class World:
             except RuntimeError:  # one was lost since the last message
                 self._abandon()
                 return
+        self._let_go()
         dist.destroy_process_group()
         if self._processes is not None:
             self._processes.end(within=FAREWELL)
@@ -196,6 +199,7 @@ class World:
     def _abandon(self) -> None:
         """End without a farewell."""
         self._is_open = False
+        self._let_go()
         if self._processes is not None:
             self._processes.end(within=0.0)
             torch.set_num_threads(self._threads)
@@ -203,6 +207,10 @@ class World:
             _abort()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _let_go(self) -> None:
+        while self.before_end:
+            self.before_end.pop()()
 
     def _report(self, e: BaseException) -> None:
         """Leave word of a failure for the first rank."""
