@@ -10,6 +10,7 @@ import torch
 
 from draftwood.cache.pools import DraftContext
 from draftwood.models.drafter import Drafter
+from draftwood.models.layers import ramp
 from draftwood.models.target import Target
 from draftwood.round import Drafting, RoundState
 from draftwood.scores import NEUTRAL, ScoreRule
@@ -71,7 +72,7 @@ class DFlashDrafting:
         if features.shape[1] > 1:
             self._write(features, page_table, start, count)
             return
-        self._where = self._where or (page_table, start)
+        self._where = self._where or (page_table, start.clone())  # `start` will move on
         self._waiting.append(features)
 
     def copy_page(self, source: int, target: int) -> None:
@@ -89,11 +90,8 @@ class DFlashDrafting:
     def _write(
         self, features: torch.Tensor, page_table: torch.Tensor, start: torch.Tensor, count: torch.Tensor
     ) -> None:
-        n = features.shape[1]
-        steps = torch.arange(n, dtype=torch.int32, device=features.device)
-        k, v = self.drafter.context(features, start[:, None] + steps)
-        kv = torch.stack([k, v], dim=1).flatten(0, 1).flatten(-2)  # [2 Ld, B, N, Hkv * hd]
-        rows = steps.expand(len(start), n)
+        kv = self.drafter.context(features, start).flatten(-3)  # [Ld, B, N, 2 Hkv hd]
+        rows = ramp(features.shape[1], features.device).expand(features.shape[:2])
         self.commit_kv(self.context.as_layers(), kv, page_table, start, rows, count)
 
 

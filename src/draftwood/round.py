@@ -16,6 +16,7 @@ from draftwood.cache.pools import LatentPool
 from draftwood.kernels import Kernels
 from draftwood.kernels.sample.params import SampleParams
 from draftwood.kernels.tree_accept import Accepted, Limits
+from draftwood.models.layers import ramp
 from draftwood.models.target import Target, TargetOutput, TreeBatch
 from draftwood.parallel import same_tree
 from draftwood.scores import ScoreRule, Scoring
@@ -60,6 +61,7 @@ class RoundState:
     seed: torch.Tensor  # [B] i64
     params: SampleParams
     limits: Limits
+    live: torch.Tensor  # [B] bool; other rows stand still: they are computed and do not change
     scoring: Scoring | None = None  # of draft logits; needed where there are any
 
 
@@ -91,10 +93,11 @@ class RoundResult:
     tree: DraftTree
     logits: torch.Tensor  # [B, T, V] f32
     accepted: Accepted
+    table: torch.Tensor  # what the host may want to know of it, see the kernel `advance`
 
 
 def decode_round(stages: Stages, state: RoundState, plan: RoundPlan, timer: Timer) -> RoundResult:
-    """Run one round and advance `state`. All rows emit at least one token."""
+    """Run one round and advance `state` in place. All rows emit at least one token."""
     with timer("draft"):
         lp, ids = draft(stages, state, plan)
     with timer("build"):
@@ -104,8 +107,8 @@ def decode_round(stages: Stages, state: RoundState, plan: RoundPlan, timer: Time
     with timer("accept"):
         accepted = accept(stages, state, plan, tree, logits)
     with timer("commit"):
-        commit(stages, state, output, accepted)
-    return RoundResult(tree, logits, accepted)
+        table = commit(stages, state, tree, output, accepted)
+    return RoundResult(tree, logits, accepted, table)
 
 
 def draft(stages: Stages, state: RoundState, plan: RoundPlan) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,8 +120,7 @@ def draft(stages: Stages, state: RoundState, plan: RoundPlan) -> tuple[torch.Ten
     assert state.scoring is not None
     noise = {}
     if stages.noise_coupled:
-        ahead = torch.arange(1, plan.depth + 1, dtype=torch.int32, device=state.root.device)
-        position = state.prefix_len[:, None] + ahead
+        position = state.prefix_len[:, None] + ramp(plan.depth + 1, state.root.device)[1:]
         noise = {"temperature": state.params.temperature, "seed": state.seed, "position": position}
     lp, ids = stages.kernels.topk_logprobs(state.scoring.scaled(logits), plan.top_k, **noise)
     return state.scoring.sharpened(lp), ids
@@ -128,9 +130,7 @@ def build(
     stages: Stages, state: RoundState, plan: RoundPlan, lp: torch.Tensor, ids: torch.Tensor
 ) -> DraftTree:
     """The best-first tree over the candidates, at most `plan.slots` slots."""
-    budget = torch.full_like(state.root, plan.slots)
-    min_score = lp.new_full(state.root.shape, -torch.inf)
-    tree = stages.kernels.tree_build(state.root, lp, ids, budget, min_score, slots=plan.slots)
+    tree = stages.kernels.tree_build(state.root, lp, ids, slots=plan.slots)
     if plan.prune is not None:
         tree = plan.prune(tree)
     return same_tree(stages.target.ranks, tree, plan.slots, pruned=plan.prune is not None)
@@ -139,9 +139,8 @@ def build(
 def verify(stages: Stages, state: RoundState, tree: DraftTree) -> tuple[TargetOutput, torch.Tensor]:
     """One target pass over all slots; returns its output and logits [B, T, V] f32, this rank's slice of V."""
     batch = TreeBatch(state.page_table, state.prefix_len, tree.ancestors, tree.n_slots)
-    positions = state.prefix_len[:, None] + tree.depths
     taps = () if stages.drafting is None else stages.drafting.taps
-    output = stages.target(tree.tokens, positions, stages.latents.pages, batch, taps)
+    output = stages.target(tree.tokens, tree.depths, stages.latents.pages, batch, taps)
     return output, stages.target.logits(output.hidden)
 
 
@@ -155,21 +154,21 @@ def accept(
     return stages.target.ranks.from_first(accepted)
 
 
-def commit(stages: Stages, state: RoundState, output: TargetOutput, accepted: Accepted) -> None:
-    """Move the path into the pages, extend the drafter's context, advance the state."""
+def commit(
+    stages: Stages, state: RoundState, tree: DraftTree, output: TargetOutput, accepted: Accepted
+) -> torch.Tensor:
+    """Move the path into the pages, extend the drafter's context, advance the state; returns the round's table."""
     path, n_path = accepted.path, accepted.n_path
     stages.kernels.commit_kv(
         stages.latents.pages, output.latents, state.page_table, state.prefix_len, path, n_path
     )
     if stages.drafting is not None:
-        assert output.features is not None
-        rows = path.clamp(min=0).long()[..., None].expand(-1, -1, output.features.shape[-1])
-        features = output.features.gather(1, rows)
+        features = stages.kernels.path_features(output.taps, path)
         stages.drafting.extend(features, state.page_table, state.prefix_len, n_path)
     if state.params.counts is not None:
         live = (accepted.emitted >= 0).to(state.params.counts.dtype)
         state.params.counts.scatter_add_(1, accepted.emitted.clamp(min=0).long(), live)
-    state.root = accepted.bonus
-    state.prefix_len = state.prefix_len + n_path
     limits = state.limits
-    state.limits = Limits(limits.stop_ids, limits.max_new - n_path, limits.context_left - n_path)
+    moved = (state.root, state.prefix_len, limits.max_new, limits.context_left, state.live)
+    table: torch.Tensor = stages.kernels.advance(*moved, tree, accepted)
+    return table

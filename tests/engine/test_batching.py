@@ -129,7 +129,7 @@ def assert_same_pages(llm: LLM, request: Request, fresh: LLM) -> None:
 def held(llm: LLM, request: Request, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     pages = [request.pages[p // PAGE] for p in range(n)]
     offsets = [p % PAGE for p in range(n)]
-    return llm.latents.pages[:, pages, offsets], llm.drafting.context.kv[:, :, pages, offsets]
+    return llm.latents.pages[:, pages, offsets], llm.drafting.context.kv[:, pages, offsets]
 
 
 # samples
@@ -388,5 +388,5 @@ def test_after_an_error_in_a_step_nothing_is_reused(make, monkeypatch):
 )
 def test_sample_is_spared_filters_only_where_no_row_has_one(params, spared):
     rows = [Row([1, 2], [], [0], 0, SamplingParams(**one), ()) for one in params]
-    state = build_state(rows, max_pages=1, max_context=8, vocab_size=11, device="cpu")
+    state = build_state(rows, max_pages=1, max_context=8, vocab_size=11)
     assert (state.params.unfiltered is not None) == spared

@@ -74,7 +74,7 @@ def test_replayed_rounds_do_what_rounds_do(llm):
     end = min(len(r.prompt) + sum(len(w[i][0]) for w in want) - 1 for i, r in enumerate(ROWS))
     first = [r.pages[0] for r in ROWS]
     assert end >= PAGE
-    torch.testing.assert_close(llm.drafting.context.kv[:, :, first], context[:, :, first])
+    torch.testing.assert_close(llm.drafting.context.kv[:, first], context[:, first])
 
 
 def test_replayed_chunks_fill_what_chunks_fill(llm, monkeypatch):
@@ -201,12 +201,12 @@ def test_padding_writes_nothing(llm):
     start(runner, ROWS)  # three rows in a batch of four
     others = [p for p in range(llm.allocator.n_pages) if all(p not in r.pages for r in ROWS)]
     llm.latents.pages[:, others] = torch.nan
-    llm.drafting.context.kv[:, :, others] = torch.nan
+    llm.drafting.context.kv[:, others] = torch.nan
     for plan in PLANS:
         runner.round(plan)
     runner.settle()
     assert llm.latents.pages[:, others].isnan().all()
-    assert llm.drafting.context.kv[:, :, others].isnan().all()
+    assert llm.drafting.context.kv[:, others].isnan().all()
     llm.latents.pages.zero_()
     llm.drafting.context.kv.zero_()
 
@@ -227,7 +227,7 @@ def test_pages_change_hands_while_features_wait(llm, kind):
     runner = runner_of(llm, kind)
     heir = row(1, list(range(2, 19)))
     start(runner, [heir])
-    want = llm.drafting.context.kv[:, :, heir.pages[0]].clone()
+    want = llm.drafting.context.kv[:, heir.pages[0]].clone()
     ended = row(0, [3])
     start(runner, [ended])
     for _ in range(5):
@@ -241,7 +241,7 @@ def test_pages_change_hands_while_features_wait(llm, kind):
     runner.round(PLAIN)
     runner.settle()
     for page in (first, second):  # position 0 of the first is now position 16 of the row
-        torch.testing.assert_close(llm.drafting.context.kv[:, :, page, 1:], want[:, :, 1:])
+        torch.testing.assert_close(llm.drafting.context.kv[:, page, 1:], want[:, 1:])
 
 
 def test_timing_a_round_disturbs_nothing(llm):

@@ -16,8 +16,8 @@ from draftwood.kernels.case import make_case
 from draftwood.kernels.chip import chip_of
 from draftwood.kernels.registry import KERNELS, exists, load
 from draftwood.kernels.run_case import (
-    IN_PLACE,
     cases_of,
+    outputs,
     poisoned_memory,
     refused,
     run,
@@ -177,7 +177,11 @@ LARGE = {
         {"N": N, "dim": dim, "last": 2**24, "amplitude": 1.3, "dtype": dtype}
         for N, dim in ((1, 64), (130, 16), (4096, 128))
         for dtype in ("float32", "float64")
-    ],
+    ]
+    + [{"N": 96, "B": 3, "dim": 64}],
+    "embed": [{"N": N, "block": block, "d": d} for N, block in ((1, 8), (130, 1)) for d in (384, 7168)],
+    "path_features": [{"B": B, "K": K, "d": d} for B, K in ((1, 4), (9, 6)) for d in (384, 7168)],
+    "advance": [{"B": B, "T": T} for B, T in ((1, 32), (33, 130))],
 }
 
 
@@ -241,7 +245,10 @@ SANITIZED = {
     "mla_inputs": [{"N": 3, "H": 5, "R": 70, "P": 6}],
     "silu_mul": [{"N": 3, "I": 131}],
     "qk_norm_rope": [{"L": 2, "N": 3, "Hq": 3, "Hkv": 2, "hd": 6}, {"N": 3, "Hq": 0, "hd": 48}],
-    "rotary": [{"N": 5, "dim": 10}],
+    "rotary": [{"N": 5, "dim": 10}, {"N": 6, "B": 2, "dim": 10}],
+    "embed": [{"N": 3, "V": 7, "d": 131, "block": 3}],
+    "path_features": [{"K": 2, "B": 2, "T": 5, "S": 3, "d": 131}],
+    "advance": [{"B": 3, "D": 2, "T": 33}],
 }
 """Ragged edges and garbage, where a wrong mask would reach outside."""
 
@@ -411,8 +418,8 @@ def replays(cases, impl="triton"):
                 to.copy_(new)
         graph.replay()
         for inputs, out, c in zip(static, outs, contents, strict=True):
-            got = inputs[IN_PLACE[c.kernel]] if c.kernel in IN_PLACE else out
-            cases_of(c.kernel).compare(c, to_numpy(got), run(c, made[c], "ref"))
+            got = to_numpy(outputs(c.kernel, inputs, out))
+            cases_of(c.kernel).compare(c, got, run(c, made[c], "ref"))
 
 
 def tensors(value):

@@ -61,7 +61,7 @@ class Requests:
         prefix = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         batch = TreeBatch(self.tables[rows].to(DEVICE), prefix, tree.ancestors, tree.n_slots)
         with torch.inference_mode():
-            out = self.target(tree.tokens, prefix[:, None] + tree.depths, self.pages, batch)
+            out = self.target(tree.tokens, tree.depths, self.pages, batch)
             return self.target.logits(out.hidden), out.latents
 
     def feed(self, row, length, tokens):

@@ -134,7 +134,7 @@ def draft(drafter, target, rows, anchors, page=16, depth=None):
 
 
 def context(drafter, x, start=0):
-    k, v = drafter.context(x[None], torch.arange(start, start + len(x), dtype=torch.int32)[None])
+    k, v = drafter.context(x[None], i32(start)).unbind(3)
     return k[:, 0], v[:, 0]
 
 
@@ -198,12 +198,13 @@ def test_slot_0_is_the_anchor_and_the_others_are_masks(target, tmp_path):
     seen = []
 
     class Spy:
-        def embed(self, tokens):
-            seen.append(tokens.tolist())
-            return target.embed(tokens)
+        def embed(self, tokens, block, filler):
+            x = target.embed(tokens, block=block, filler=filler)
+            seen.extend([torch.cdist(x, target.embedding).argmin(1).tolist()])
+            return x
 
     one = draft(drafter, Spy(), [kv, kv], [9, 30])
-    assert seen == [[[9, 2, 2, 2, 2, 2], [30, 2, 2, 2, 2, 2]]]
+    assert seen == [[9, 2, 2, 2, 2, 2, 30, 2, 2, 2, 2, 2]]
     assert not torch.allclose(one[0], one[1], atol=1e-3)
 
 

@@ -140,7 +140,7 @@ def test_a_packed_drafter_computes_the_same(tmp_path):
             assert not hasattr(drafter.qkv, "weight")
         generator = torch.Generator().manual_seed(3)
         features = torch.randn(1, 10, 2 * target.config.hidden_size, generator=generator)
-        k, v = drafter.context(features, torch.arange(10, dtype=torch.int32)[None])
+        k, v = drafter.context(features, torch.zeros(1, dtype=torch.int32)).unbind(3)
         pages = [torch.zeros(len(k), 1, 16, *k.shape[3:]) for _ in "kv"]
         pages[0][:, :, :10], pages[1][:, :, :10] = k, v
         one = torch.ones(1, dtype=torch.int32)

@@ -172,7 +172,7 @@ def test_rows_of_a_batch_do_not_meet(targets):
         padded.ancestors,
         padded.n_slots,
     )
-    out = target(padded.tokens, batch.prefix_len[:, None] + padded.depths, pages, batch, (1,))
+    out = target(padded.tokens, padded.depths, pages, batch, (1,))
     assert out.hidden.shape == (2, T, 32)
     for row, (state, tree) in enumerate(rows):
         alone = state.tree(tree.tokens, tree.parents, tree.depths, tree.ancestors, tree.n_slots, (1,))

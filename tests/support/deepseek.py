@@ -90,7 +90,7 @@ class Paged:
         """Run one row's tree (tensors [1, ...]) on the committed prefix, committing nothing."""
         batch = TreeBatch(self.table, torch.tensor([self.length], dtype=torch.int32), ancestors, n_slots)
         with torch.inference_mode():
-            return self.target(tokens, self.length + depths, self.pages, batch, taps)
+            return self.target(tokens, depths, self.pages, batch, taps)
 
     def feed(self, tokens: list[int], taps: tuple[int, ...] = ()) -> TargetOutput:
         """Run a chain and commit all of it."""

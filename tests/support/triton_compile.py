@@ -46,9 +46,10 @@ def compile_facts(case, capability):
             (i,): case.constexprs.get(n, 1) for i, n in enumerate(names) if case.arguments.get(n, 1) == 1
         },
         attrs={
-            (i,): [["tt.divisibility", 16]]
+            path: [["tt.divisibility", 16]]
             for i, n in enumerate(names)
-            if known_multiple(case.arguments.get(n, 1))
+            for path, argument in leaves((i,), case.arguments.get(n, 1))
+            if known_multiple(argument)
         },
     )
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
@@ -64,9 +65,18 @@ def compile_facts(case, capability):
     }
 
 
+def leaves(path, argument):
+    """An argument, or those of a tuple, and where they are."""
+    return (
+        [((*path, i), a) for i, a in enumerate(argument)]
+        if isinstance(argument, tuple)
+        else [(path, argument)]
+    )
+
+
 def argument_type(argument):
-    """A type, or an example of an integer; 1 is what Triton takes as a constant."""
-    if isinstance(argument, str):
+    """A type, those of a tuple, or an example of an integer; 1 is what Triton takes as a constant."""
+    if isinstance(argument, str | tuple):
         return argument
     return "constexpr" if argument == 1 else "i32" if -(2**31) <= argument < 2**31 else "i64"
 

@@ -21,7 +21,7 @@ from draftwood.bench.makers import Makers
 from draftwood.bench.timers import Call, CpuTimer, CudaTimer, Timer
 from draftwood.kernels.case import Case
 from draftwood.kernels.chip import chip_of
-from draftwood.kernels.run_case import IN_PLACE, arrays_of, poisoned_memory, refused, to_numpy
+from draftwood.kernels.run_case import IN_PLACE, arrays_of, outputs, poisoned_memory, refused, to_numpy
 
 MEMORY_SHARE = 0.5
 """Of the free memory, for inputs and their copies; the least recently used case makes room."""
@@ -197,7 +197,7 @@ class Workbench:
         given = self.catalog.cases(case.kernel).make(case) if arrays is None else arrays
         arguments = arrays_of(given)
         out = self.catalog.load(case.kernel, "ref")(**arguments)
-        return arguments[IN_PLACE[case.kernel]] if case.kernel in IN_PLACE else out
+        return outputs(case.kernel, arguments, out)
 
     def _poisoned_output(self, job: Job, arguments: Mapping[str, Any]) -> Any:
         """The output on the device, of a call whose new memory is poisoned and whose in-place input is a copy."""
@@ -207,11 +207,11 @@ class Workbench:
             out = call()
         if self.device == "cuda":
             torch.cuda.synchronize()
-        return own[IN_PLACE[job.kernel]] if job.kernel in IN_PLACE else out
+        return outputs(job.kernel, own, out)
 
     def _own(self, job: Job, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        written = IN_PLACE.get(job.kernel)
-        return {k: v.clone() if k == written else v for k, v in arguments.items()}
+        written = IN_PLACE.get(job.kernel, ())
+        return {k: v.clone() if k in written else v for k, v in arguments.items()}
 
     def _call(self, job: Job, arguments: dict[str, Any]) -> Call:
         """The job's function on these arguments, as a call without arguments."""

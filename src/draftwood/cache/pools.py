@@ -27,26 +27,25 @@ class LatentPool:
 class DraftContext:
     """Context K/V of every draft layer: after k_norm and RoPE, for committed positions only."""
 
-    kv: torch.Tensor  # [Ld, 2, n_pages, page, Hkv, hd], keys first
+    kv: torch.Tensor  # [Ld, n_pages, page, 2, Hkv, hd], keys first
 
     @classmethod
     def allocate(
         cls, layers: int, n_pages: int, page: int, heads: int, width: int, *, dtype: torch.dtype, device: str
     ) -> DraftContext:
-        return cls(torch.zeros(layers, 2, n_pages, page, heads, width, dtype=dtype, device=device))
+        return cls(torch.zeros(layers, n_pages, page, 2, heads, width, dtype=dtype, device=device))
 
     def copy_page(self, source: int, target: int) -> None:
-        self.kv[:, :, target] = self.kv[:, :, source]
+        self.kv[:, target] = self.kv[:, source]
 
     @property
     def k_pages(self) -> torch.Tensor:  # [Ld, n_pages, page, Hkv, hd]
-        return self.kv[:, 0]
+        return self.kv[:, :, :, 0]
 
     @property
     def v_pages(self) -> torch.Tensor:
-        return self.kv[:, 1]
+        return self.kv[:, :, :, 1]
 
     def as_layers(self) -> torch.Tensor:
-        """[2 Ld, n_pages, page, Hkv * hd]: a view in the form that `commit_kv` writes."""
-        layers, two, n_pages, page, heads, width = self.kv.shape
-        return self.kv.view(layers * two, n_pages, page, heads * width)
+        """[Ld, n_pages, page, 2 Hkv hd]: a view in the form that `commit_kv` writes."""
+        return self.kv.flatten(-3)

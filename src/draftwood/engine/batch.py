@@ -20,12 +20,11 @@ def build_state(
     max_pages: int,
     max_context: int,
     vocab_size: int,
-    device: str,
 ) -> RoundState:
-    """The state of a batch before its next round; called when the batch's members change."""
+    """The state of a batch before its next round, on the host; called when the batch's members change."""
 
     def column(values: list, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+        return torch.tensor(values, dtype=dtype)
 
     table = np.full((len(rows), max_pages), -1, np.int32)
     for line, row in zip(table, rows, strict=True):
@@ -38,18 +37,19 @@ def build_state(
     return RoundState(
         root=column([r.root for r in rows], torch.int32),
         prefix_len=column([r.n_tokens - 1 for r in rows], torch.int32),
-        page_table=torch.from_numpy(table).to(device),
+        page_table=torch.from_numpy(table),
         seed=column([r.seed for r in rows], torch.int64),
-        params=_sample_params(rows, vocab_size, device),
+        params=_sample_params(rows, vocab_size),
         limits=limits,
+        live=torch.ones(len(rows), dtype=torch.bool),
     )
 
 
-def _sample_params(rows: Sequence[Row], vocab_size: int, device: str) -> SampleParams:
+def _sample_params(rows: Sequence[Row], vocab_size: int) -> SampleParams:
     params = [r.params for r in rows]
 
     def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
+        return torch.tensor(values, dtype=torch.float32)
 
     optional: dict[str, torch.Tensor] = {}
     if any(p.penalised for p in params):
@@ -62,21 +62,21 @@ def _sample_params(rows: Sequence[Row], vocab_size: int, device: str) -> SampleP
             "repetition": column([p.repetition_penalty for p in params]),
             "presence": column([p.presence_penalty for p in params]),
             "frequency": column([p.frequency_penalty for p in params]),
-            "prompt_seen": torch.from_numpy(seen).to(device),
-            "counts": torch.from_numpy(counts).to(device),
+            "prompt_seen": torch.from_numpy(seen),
+            "counts": torch.from_numpy(counts),
         }
     if any(p.logit_bias for p in params):
         ids = _padded([list(p.logit_bias) for p in params], -1)
         values = _padded([list(p.logit_bias.values()) for p in params], 0.0)
         optional |= {
-            "bias_ids": torch.tensor(ids, dtype=torch.int32, device=device),
-            "bias_values": torch.tensor(values, dtype=torch.float32, device=device),
+            "bias_ids": torch.tensor(ids, dtype=torch.int32),
+            "bias_values": torch.tensor(values, dtype=torch.float32),
         }
     if not any(p.filtered for p in params):
-        optional["unfiltered"] = torch.ones(len(rows), dtype=torch.bool, device=device)
+        optional["unfiltered"] = torch.ones(len(rows), dtype=torch.bool)
     return SampleParams(
         temperature=column([p.temperature for p in params]),
-        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int32, device=device),
+        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int32),
         top_p=column([p.top_p for p in params]),
         log_min_p=column([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]),
         **optional,

@@ -338,7 +338,7 @@ class Engine:
         accepted = [len(outcome.rows[i].emitted) - 1 for i in going]
         if isinstance(controller, BucketController):
             size = padded_batch(len(batch))
-            scores = outcome.scores[going].numpy()
+            scores = outcome.scores[going]
             controller.observe(size, plan.slots, outcome.seconds["replay"], scores, accepted)
             return
         controller.observe_cost(len(outcome.rows) * outcome.padded_slots, outcome.seconds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -19,11 +19,11 @@ from draftwood.config import MAX_REPLAYED_BATCH
 from draftwood.drafting import ReplayableDrafting, Ring
 from draftwood.engine.chunks import Chunk, padded_size
 from draftwood.engine.moments import Moment, Span, now
+from draftwood.engine.placed import Placed, leaves
 from draftwood.engine.report import RoundReport, TokenScores, most_logprobs, row_results
 from draftwood.engine.row import Row
 from draftwood.engine.runner import RoundOutcome, Runner
 from draftwood.engine.sampling_params import SamplingParams
-from draftwood.kernels.tree_accept import Done
 from draftwood.parallel import packed, unpacked
 from draftwood.round import RoundPlan, RoundState, Stages, decode_round
 
@@ -43,25 +43,25 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a replayed round returns; with CUDA also its records as bytes, so that each goes to the host in one copy."""
+    """What a replayed round returns; the scores, if there are any, also as bytes, so that they go to the host in one copy."""
 
     report: RoundReport
     scores: TokenScores | None
-    sent: tuple[Tensor, ...]
+    packed_scores: Tensor | None
 
 
 @dataclass
 class Held:
     """The state of a batch where graphs find it."""
 
-    state: RoundState
-    live: Tensor  # [B] bool, rows that are decoding
+    placed: Placed[RoundState]
     ring: Ring | None
     rounds: dict[tuple[RoundPlan, int | None], Replay[StepResult]] = field(default_factory=dict)
     catch_up: Replay[None] | None = None
 
-    def leaves(self) -> list[Tensor]:
-        return [*leaves(self.state), self.live, *([] if self.ring is None else leaves(self.ring))]
+    @property
+    def state(self) -> RoundState:
+        return self.placed.record
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,7 @@ class GraphRunner(Runner):
         self._rows = list(rows)
         state = self._padded(self._rows)
         self._now = self._hold(state)
-        _copy(state, self._now.state)
-        torch.lt(torch.arange(len(state.root), device=self.device), len(rows), out=self._now.live)
+        self._now.placed.set(state)
         self._state = self._now.state
 
     def launch(self, plan: RoundPlan) -> Flight:
@@ -152,7 +151,7 @@ class GraphRunner(Runner):
         seconds = flight.span.seconds()
         rows = row_results(flight.rows, flight.report, flight.scores, trace=trace)
         report = flight.report
-        return RoundOutcome(rows, report.tokens.shape[1], {"replay": seconds}, report.scores)
+        return RoundOutcome(rows, report.slots, {"replay": seconds}, report.scores)
 
     def round(self, plan: RoundPlan, *, trace: bool = False) -> RoundOutcome:
         """Launch a round and wait for it."""
@@ -217,18 +216,19 @@ class GraphRunner(Runner):
         return min(times)
 
     def _padded(self, rows: Sequence[Row]) -> RoundState:
-        """The state of a batch filled up with nobody."""
+        """The state of a batch filled up with nobody, on the host."""
         filled = [*rows, *[NOBODY] * (padded_batch(len(rows)) - len(rows))]
-        return self._state_of(filled, max_pages=self._max_pages)
+        state = self._state_of(filled, max_pages=self._max_pages)
+        state.live[len(rows) :] = False
+        return state
 
     def _hold(self, like: RoundState) -> Held:
-        """The place for states of this shape; a new one takes `like` as its own."""
+        """The place for states of this shape."""
         key = tuple(leaf.shape for leaf in leaves(like))
         held = self._held.pop(key, None)
         if held is None:
             self._make_room()
-            live = torch.zeros(len(like.root), dtype=torch.bool, device=self.device)
-            held = Held(like, live, self._ring(len(like.root)))
+            held = Held(Placed(like, self.device), self._ring(len(like.root)))
         self._held[key] = held
         return held
 
@@ -253,15 +253,16 @@ class GraphRunner(Runner):
     @contextmanager
     def _aside(self, held: Held) -> Iterator[None]:
         """Within it the state is one of nobody, whose rounds change nothing; after it the old one is back."""
-        kept = [leaf.clone() for leaf in held.leaves()]
+        kept, of_ring = held.placed.kept(), [leaf.clone() for leaf in leaves(held.ring)]
         held.state.page_table.fill_(-1)
         held.state.prefix_len.zero_()
-        held.live.zero_()
+        held.state.live.zero_()
         self._attach(held.ring)
         try:
             yield
         finally:
-            for leaf, value in zip(held.leaves(), kept, strict=True):
+            held.placed.restore(kept)
+            for leaf, value in zip(leaves(held.ring), of_ring, strict=True):
                 leaf.copy_(value)
 
     def _attach(self, ring: Ring | None) -> None:
@@ -269,32 +270,24 @@ class GraphRunner(Runner):
             self._drafting.ring = ring
 
     def _step(self, held: Held, plan: RoundPlan, k: int | None) -> StepResult:
-        """A round that leaves the next one's state where it found its own."""
-        state, new = held.state, replace(held.state)
-        result = decode_round(self.stages, new, plan, _untimed)
-        going = torch.bitwise_and(held.live, result.accepted.done == Done.RUNNING, out=held.live)
-        for old, advanced in (
-            (state.root, new.root),
-            (state.prefix_len, new.prefix_len),
-            (state.limits.max_new, new.limits.max_new),
-            (state.limits.context_left, new.limits.context_left),
-        ):
-            torch.where(going, advanced, old, out=old)
-        report = RoundReport.of(result)
+        result = decode_round(self.stages, held.state, plan, _untimed)
         scores = None if k is None else TokenScores.of(self.stages, result, k)
-        records = (report,) if scores is None else (report, scores)
-        return StepResult(report, scores, tuple(map(packed, records)) if self._cuda else ())
+        packed_scores = None if scores is None else packed(scores)
+        return StepResult(RoundReport(result.table, plan.slots), scores, packed_scores)
 
     def _send(self, result: StepResult, began: Moment) -> Flight:
         """Start copying a round's results to the host."""
-        if not self._cuda:
-            return Flight(self._rows, result.report, result.scores, Span(began, now(self.device)))
-        hosts = [torch.empty_like(b, device="cpu", pin_memory=True) for b in result.sent]
-        for host, sent in zip(hosts, result.sent, strict=True):
-            host.copy_(sent, non_blocking=True)
-        report = unpacked(result.report, hosts[0])
-        scores = None if result.scores is None else unpacked(result.scores, hosts[1])
+        report = RoundReport(self._to_host(result.report.table), result.report.slots)
+        scores = None
+        if result.scores is not None and result.packed_scores is not None:
+            scores = unpacked(result.scores, self._to_host(result.packed_scores))
         return Flight(self._rows, report, scores, Span(began, now(self.device)))
+
+    def _to_host(self, sent: Tensor) -> Tensor:
+        if not self._cuda:
+            return sent
+        host = torch.empty_like(sent, device="cpu", pin_memory=True)
+        return host.copy_(sent, non_blocking=True)
 
     def _capture(self, held: Held, step: Callable[[], Result]) -> Replay[Result]:
         """Run the step a few times for nobody, so that kernels are compiled and buffers exist, then record it."""
@@ -321,20 +314,6 @@ def padded_batch(rows: int) -> int:
     if size is None:
         raise ValueError(f"max_batch: at most {BATCHES[-1]} requests can share a round, got {rows}")
     return size
-
-
-def leaves(record: object) -> list[Tensor]:
-    """The tensors of a dataclass and of the dataclasses in it, in the order of their fields."""
-    if isinstance(record, Tensor):
-        return [record]
-    if not is_dataclass(record):
-        return []
-    return [leaf for f in fields(record) for leaf in leaves(getattr(record, f.name))]
-
-
-def _copy(source: object, target: object) -> None:
-    for old, new in zip(leaves(target), leaves(source), strict=True):
-        old.copy_(new)
 
 
 @contextmanager

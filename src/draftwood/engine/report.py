@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from draftwood.engine.outputs import TokenLogprob, TracedTree
@@ -16,30 +16,48 @@ from draftwood.round import RoundResult, Stages
 
 @dataclass(frozen=True)
 class RoundReport:
-    """A round's results that the host may want, without logits."""
+    """A round's results that the host may want, without logits: its table, see the kernel `advance`. Columns are read on the host."""
 
-    done: Tensor  # [B] i32
-    n_slots: Tensor  # [B] i32
-    emitted: Tensor  # [B, D + 1] i32, -1 padded
-    path: Tensor  # [B, D + 1] i32, -1 padded
-    tokens: Tensor  # [B, T] i32
-    parents: Tensor  # [B, T] i32
-    depths: Tensor  # [B, T] i32
-    scores: Tensor  # [B, T] f32, -inf at inert slots
+    table: Tensor  # [B, 2 + 2 (D + 1) + 4 T] i32
+    slots: int  # T
 
-    @classmethod
-    def of(cls, result: RoundResult) -> RoundReport:
-        tree, accepted = result.tree, result.accepted
-        return cls(
-            accepted.done,
-            tree.n_slots,
-            accepted.emitted,
-            accepted.path,
-            tree.tokens,
-            tree.parents,
-            tree.depths,
-            tree.scores,
-        )
+    @property
+    def done(self) -> np.ndarray:  # [B]
+        return self._columns(0, 1)[:, 0]
+
+    @property
+    def n_slots(self) -> np.ndarray:  # [B]
+        return self._columns(1, 1)[:, 0]
+
+    @property
+    def emitted(self) -> np.ndarray:  # [B, D + 1], -1 padded
+        return self._columns(2, self._path)
+
+    @property
+    def path(self) -> np.ndarray:  # [B, D + 1], -1 padded
+        return self._columns(2 + self._path, self._path)
+
+    @property
+    def tokens(self) -> np.ndarray:  # [B, T]
+        return self._of_slots(0)
+
+    @property
+    def parents(self) -> np.ndarray:
+        return self._of_slots(1)
+
+    @property
+    def scores(self) -> np.ndarray:  # [B, T] f32, -inf at inert slots
+        return self._of_slots(3).view(np.float32)
+
+    @property
+    def _path(self) -> int:
+        return (self.table.shape[1] - 2 - 4 * self.slots) // 2
+
+    def _of_slots(self, which: int) -> np.ndarray:
+        return self._columns(2 + 2 * self._path + which * self.slots, self.slots)
+
+    def _columns(self, start: int, width: int) -> np.ndarray:
+        return np.asarray(self.table.numpy()[:, start : start + width])
 
 
 @dataclass(frozen=True)
@@ -83,10 +101,10 @@ def most_logprobs(rows: Sequence[Row]) -> int | None:
 def row_results(
     rows: Sequence[Row], report: RoundReport, scores: TokenScores | None, *, trace: bool
 ) -> list[RowResult]:
-    """Row by row, for the first len(rows) rows of the batch. Waits for the device if the tensors are on one."""
-    done, n_slots = torch.stack([report.done, report.n_slots]).tolist()
+    """Row by row, for the first len(rows) rows of the batch; the report is on the host."""
+    done, n_slots = report.done.tolist(), report.n_slots.tolist()
     emitted = [[token for token in row if token >= 0] for row in report.emitted.tolist()]
-    expected = report.scores.exp().sum(1).tolist()  # inert slots score -inf
+    expected = np.exp(report.scores).sum(1).tolist()  # inert slots score -inf
     logprobs = _logprobs(rows, emitted, scores)
     return [
         RowResult(

@@ -18,9 +18,11 @@ import torch
 
 from draftwood.engine.batch import build_state
 from draftwood.engine.moments import Span, now
+from draftwood.engine.placed import on_device
 from draftwood.engine.report import RoundReport, RowResult, TokenScores, most_logprobs, row_results
 from draftwood.engine.row import Row
 from draftwood.engine.sampling_params import SamplingParams
+from draftwood.models.layers import ramp
 from draftwood.models.target import TreeBatch
 from draftwood.round import RoundPlan, RoundState, Stages, build, decode_round, draft
 from draftwood.tree import DraftTree, from_parents, root_only
@@ -35,7 +37,7 @@ class RoundOutcome:
     """T, of every row."""
     seconds: dict[str, float]
     """Wall time per stage; one entry `replay` where they cannot be told apart."""
-    scores: torch.Tensor
+    scores: np.ndarray
     """[B, T] f32, of the trees' slots, -inf at inert ones."""
 
 
@@ -88,11 +90,12 @@ class Runner:
         taps = stages.drafting.taps if stages.drafting else ()
         batch = TreeBatch(page_table, start, line.ancestors, count)
         pages = stages.latents.pages
-        output = stages.target(tokens, start[:, None] + line.depths, pages, batch, taps)
+        output = stages.target(tokens, line.depths, pages, batch, taps)
         stages.kernels.commit_kv(pages, output.latents, page_table, start, line.depths, count)
         if stages.drafting is not None:
-            assert output.features is not None
-            stages.drafting.extend(output.features, page_table, start, count)
+            every = ramp(tokens.shape[1], tokens.device)[None]
+            features = stages.kernels.path_features(output.taps, every)
+            stages.drafting.extend(features, page_table, start, count)
 
     def copy_page(self, source: int, target: int) -> None:
         """Give page `target` all that page `source` holds: latents and drafter context."""
@@ -106,7 +109,8 @@ class Runner:
         self.settle()
         self.begun += 1
         self._rows = list(rows)
-        self._state = self._state_of(self._rows, max_pages=-(-self.max_context // self.page_size))
+        state = self._state_of(self._rows, max_pages=-(-self.max_context // self.page_size))
+        self._state = on_device(state, self.device)
 
     def settle(self) -> None:
         """Bring the features of plain rounds into the drafter's context, while the pages they belong to are their rows'."""
@@ -132,8 +136,9 @@ class Runner:
         with timer("accept"):
             k = most_logprobs(self._rows)
             scores = None if k is None else TokenScores.of(self.stages, result, k)
-            rows = row_results(self._rows, RoundReport.of(result), scores, trace=trace)
-        return RoundOutcome(rows, result.tree.T, timer.seconds, result.tree.scores)
+            report = RoundReport(result.table.cpu(), result.tree.T)
+            rows = row_results(self._rows, report, scores, trace=trace)
+        return RoundOutcome(rows, result.tree.T, timer.seconds, report.scores)
 
     def check_ranks_agree(self) -> None:
         """Raise AssertionError unless all ranks have the same latents in their pages, bit for bit."""
@@ -160,16 +165,16 @@ class Runner:
     def time_draft(self, plan: RoundPlan) -> float:
         """Seconds of drafting and building as `plan` says, for one greedy request without a prefix."""
         row = Row([0], [], [], 0, SamplingParams(), ())
-        state = self._state_of([row], max_pages=1)
+        state = on_device(self._state_of([row], max_pages=1), self.device)
         return self._best_of_three(lambda: build(self.stages, state, plan, *draft(self.stages, state, plan)))
 
     def _state_of(self, rows: Sequence[Row], max_pages: int) -> RoundState:
+        """The state that rows begin with, on the host."""
         state = build_state(
             rows,
             max_pages=max_pages,
             max_context=self.max_context,
             vocab_size=self.stages.target.slice.padded,
-            device=self.device,
         )
         drafting, coupled = self.stages.drafting, self.stages.noise_coupled
         if drafting is not None:

@@ -23,9 +23,9 @@ class CompileCase:
 
     name: str  # unique in its module
     kernel: Any  # the jitted function
-    arguments: Mapping[str, str | int]
-    """Each run-time argument's type ("*bf16", "i32", "fp32"; pointers are 16-byte aligned), or an integer as an example,
-    specialised as a launch would: 1 becomes a constant, a multiple of 16 is known as one."""
+    arguments: Mapping[str, str | int | tuple[str, ...]]
+    """Each run-time argument's type ("*bf16", "i32", "fp32"; pointers are 16-byte aligned) or those of a tuple, or an integer as an
+    example, specialised as a launch would: 1 becomes a constant, a multiple of 16 is known as one."""
     constexprs: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = 4
     num_stages: int = 3

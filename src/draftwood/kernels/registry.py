@@ -31,6 +31,9 @@ KERNELS = (
     "moe",
     "moe_int4",
     "linear",
+    "embed",
+    "path_features",
+    "advance",
     *BETWEEN_PRODUCTS,
 )
 
@@ -184,6 +187,9 @@ class Kernels:
     moe: Callable[..., Any]
     moe_int4: Callable[..., Any]
     linear: Callable[..., Any]
+    embed: Callable[..., Any]
+    path_features: Callable[..., Any]
+    advance: Callable[..., Any]
     add_rms_norm: Callable[..., Any]
     mla_inputs: Callable[..., Any]
     silu_mul: Callable[..., Any]

@@ -20,8 +20,11 @@ from draftwood.kernels.registry import load
 from draftwood.kernels.rounding import Repeated
 from draftwood.kernels.specialised import is_specialised, refusal
 
-IN_PLACE = {"commit_kv": "pages"}
-"""Kernels that return nothing and write one of their inputs: that input is the output compared."""
+IN_PLACE = {
+    "commit_kv": ("pages",),
+    "advance": ("root", "prefix_len", "max_new", "context_left", "live"),
+}
+"""Kernels that write some of their inputs: those, then what is returned if anything is, are the outputs compared."""
 
 
 def cases_of(kernel: str) -> ModuleType:
@@ -102,7 +105,15 @@ def run(case: Case, inputs: Mapping[str, Any], impl: str, device: str = "cpu") -
         arguments = torch_inputs(case, inputs, device)
         with poisoned_memory():
             out = function(**arguments)
-    return to_numpy(arguments[IN_PLACE[case.kernel]] if case.kernel in IN_PLACE else out)
+    return to_numpy(outputs(case.kernel, arguments, out))
+
+
+def outputs(kernel: str, arguments: Mapping[str, Any], returned: Any) -> Any:
+    """What a call has written and returned, one output or a tuple."""
+    if kernel not in IN_PLACE:
+        return returned
+    every = (*(arguments[name] for name in IN_PLACE[kernel]), *(() if returned is None else (returned,)))
+    return every if len(every) > 1 else every[0]
 
 
 def verify(case: Case, impl: str, device: str = "cpu") -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from draftwood.kernels.registry import Kernels
 from draftwood.models.drafter_config import DrafterConfig, LayerAttention
-from draftwood.models.layers import MLP, Matrix, Packable, frozen, matrix
+from draftwood.models.layers import MLP, Matrix, Packable, frozen, matrix, ramp
 from draftwood.models.packed import PackedMatrix
 from draftwood.models.rope import Rotary, YarnRule
 from draftwood.models.target import Target
@@ -179,15 +179,15 @@ class Drafter(nn.Module):
         """Hkv: key-value heads of this rank."""
         return self.config.num_key_value_heads // self.ranks.size
 
-    def context(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def context(self, features: Tensor, start: Tensor) -> Tensor:
         """Keys (RoPE applied) and values of committed tokens for every layer.
 
         Args:
             features: [B, N, K * d], the target's residual stream after the K tapped layers.
-            positions: [B, N] i32, absolute.
+            start: [B] i32, position of each row's first token; the others follow it.
 
         Returns:
-            k, v: each [Ld, B, N, Hkv, hd], of this rank's heads. A token's rows depend on that token alone, so any
+            [Ld, B, N, 2, Hkv, hd], keys first, of this rank's heads. A token's rows depend on that token alone, so any
             chunking will do.
         """
         c = self.config
@@ -195,10 +195,11 @@ class Drafter(nn.Module):
         x = self.ranks.all_reduce(self.fc(own.flatten(0, 1)))
         _, x = self.add_rms_norm(x, self.context_norm, c.rms_norm_eps)
         kv = self.qkv.keys_and_values(x).unflatten(-1, (2 * self.n_kv_heads, c.head_dim))  # [Ld, B N, ...]
-        k, v = kv.chunk(2, -2)
-        cos, sin = (table.flatten(0, 1) for table in self.rotary(positions, k.dtype))
-        k = self.qk_norm_rope(k, None, self.k_norm, cos, sin, c.rms_norm_eps, 0)
-        return k.unflatten(1, positions.shape), v.unflatten(1, positions.shape)
+        B, N, heads = *features.shape[:2], self.n_kv_heads
+        cos, sin = self.rotary(ramp(N, x.device).expand(B, N), x.dtype, start)
+        kv = self.qk_norm_rope(kv, None, self.k_norm, cos, sin, c.rms_norm_eps, 0, n_v=heads)
+        by_token: Tensor = kv.view(len(kv), B, N, 2, heads, c.head_dim)
+        return by_token
 
     def forward(
         self,
@@ -207,7 +208,7 @@ class Drafter(nn.Module):
         k_pages: Tensor,
         v_pages: Tensor,
         page_table: Tensor,
-        embed: Callable[[Tensor], Tensor],
+        embed: Callable[..., Tensor],
         depth: int | None = None,
     ) -> Tensor:
         """Draft one block per row.
@@ -231,21 +232,20 @@ class Drafter(nn.Module):
             raise ValueError(
                 f"depth must be in 1..{c.block_size - 1} for a block of {c.block_size}, got {depth}"
             )
-        slots = torch.arange(depth + 1, device=anchor.device, dtype=torch.int32)
-        tokens = torch.where(slots == 0, anchor[:, None], c.mask_token_id)  # [B, S]
-        tables = self.rotary(context_len[:, None] + slots, self.norm.dtype)
-        cos, sin = (table.flatten(0, 1) for table in tables)
-        x = embed(tokens).to(self.norm.dtype)
+        slots = ramp(depth + 1, anchor.device)
+        B, S = len(anchor), depth + 1
+        cos, sin = self.rotary(slots.expand(B, S), self.norm.dtype, context_len)
+        x = embed(anchor, block=S, filler=c.mask_token_id).to(self.norm.dtype)  # [B S, d]
         if self.mask_embedding is not None:
-            x = torch.where(slots[:, None] == 0, x, self.mask_embedding)
+            x = torch.where(slots.repeat(B)[:, None] == 0, x, self.mask_embedding)
         first, *others = (layer.attention_norm for layer in self.layers)
-        x, h = self.add_rms_norm(x.flatten(0, 1), first, c.rms_norm_eps)
+        x, h = self.add_rms_norm(x, first, c.rms_norm_eps)
         for i, (layer, next_norm) in enumerate(zip(self.layers, (*others, self.norm), strict=True)):
             context = (k_pages[i], v_pages[i], page_table, context_len)
             project = partial(self.qkv.layer, i)
             x, added = layer(x, h, project, self.k_norm[i : i + 1], cos, sin, context)
             x, h = self.add_rms_norm(x, next_norm, c.rms_norm_eps, added)
-        hidden: Tensor = h.view(*tokens.shape, -1)[:, 1:]
+        hidden: Tensor = h.view(B, S, -1)[:, 1:]
         return hidden
 
 

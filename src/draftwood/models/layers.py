@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -11,6 +12,13 @@ from torch import Tensor, nn
 from draftwood.kernels.registry import Kernels
 from draftwood.models.packed import PackedMatrix
 from draftwood.models.weights import Take
+
+
+@cache  # for good: recorded rounds read it
+def ramp(n: int, device: torch.device) -> Tensor:
+    """0, 1, ..., n - 1 [n] i32, made once: what does not change is no work of a round."""
+    with torch.inference_mode(False):
+        return torch.arange(n, dtype=torch.int32, device=device)
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
@@ -96,6 +104,14 @@ class Matrix(Packable, Fixable):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight) if self.packed is None else self.packed(x)
+
+    def wide(self, x: Tensor) -> Tensor:
+        """The product in fp32: of 16-bit numbers on a GPU as it was summed, in one launch."""
+        if not x.is_cuda or x.element_size() > 2 or self.product is not F.linear:
+            y: Tensor = self(x)
+            return y.float()
+        y = torch.mm(x.flatten(0, -2), self.weight.mT, out_dtype=torch.float32)
+        return y.view(*x.shape[:-1], -1)
 
 
 class MLP(nn.Module):

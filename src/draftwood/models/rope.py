@@ -126,7 +126,11 @@ class Rotary(nn.Module):
         frequencies = rope.inverse_frequencies(dim).to(device)
         self.register_buffer("frequencies", torch.cat((-frequencies, frequencies)), persistent=False)
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Tables, each [*positions, 1, dim], in fp32 (fp64 for an fp64 model)."""
-        cos, sin = self.tables(positions, self.frequencies, self.amplitude, double=dtype == torch.float64)
+    def forward(
+        self, positions: Tensor, dtype: torch.dtype, start: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Tables in fp32 (fp64 for an fp64 model), each [*positions, 1, dim], or [B T, 1, dim] of positions [B, T] that count
+        from start [B]."""
+        double = dtype == torch.float64
+        cos, sin = self.tables(positions, self.frequencies, self.amplitude, start=start, double=double)
         return cos, sin

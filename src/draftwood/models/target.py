@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from draftwood.kernels.embed.torch_impl import blocks
 from draftwood.kernels.moe.torch_impl import route
 from draftwood.kernels.registry import Kernels
 from draftwood.kernels.verify_attn import for_layers
@@ -50,9 +51,12 @@ class TreeBatch:
 class TargetOutput:
     hidden: Tensor  # [B, T, d], after the final norm
     latents: Tensor  # [L, B, T, C], what `commit_kv` copies into pages
-    features: (
-        Tensor | None
-    )  # [B, T, len(taps) * d], residual stream after each tapped layer, in the order asked
+    taps: tuple[Tensor, ...]  # each [B, T, d], residual stream after the tapped layers, in the order asked
+
+    @property
+    def features(self) -> Tensor | None:
+        """[B, T, len(taps) * d], the taps side by side."""
+        return torch.cat(self.taps, -1) if self.taps else None
 
 
 @dataclass(frozen=True)
@@ -245,7 +249,7 @@ class Target(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.attend, self.ranks = config, kernels.verify_attn, ranks
-        self.add_rms_norm = kernels.add_rms_norm
+        self.add_rms_norm, self.embed_rows = kernels.add_rms_norm, kernels.embed
         V, d = config.vocab_size, config.hidden_size
         self.slice = VocabularySlice.of(V, take.shard)
         self.embedding = frozen(take.vocabulary("model.embed_tokens.weight", V, d))
@@ -301,18 +305,19 @@ class Target(nn.Module):
         return self.embedding.device
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, pages: Tensor, batch: TreeBatch, taps: tuple[int, ...] = ()
+        self, tokens: Tensor, depths: Tensor, pages: Tensor, batch: TreeBatch, taps: tuple[int, ...] = ()
     ) -> TargetOutput:
         """Run the slots of every row against its prefix.
 
         Args:
-            tokens, positions: [B, T] i32; slots >= n_slots may hold any token id of the vocabulary.
+            tokens: [B, T] i32; slots >= n_slots may hold any token id of the vocabulary.
+            depths: [B, T] i32, how far behind the prefix each slot's position is; 0 comes right after it.
             pages: [L, n_pages, page, C], read only.
             batch: what each slot sees.
             taps: layers whose output is wanted; the same layer may be asked for twice.
         """
         x = self.embed(tokens.flatten())  # [B T, d]
-        cos, sin = self.rotary(positions.flatten(), x.dtype)
+        cos, sin = self.rotary(depths, x.dtype, batch.prefix_len)
         latents = x.new_empty(len(self.layers), *tokens.shape, self.config.latent_dim)
         attend = for_layers(
             self.attend, batch.page_table, batch.prefix_len, batch.ancestors, batch.n_slots, pages.shape[2]
@@ -325,20 +330,20 @@ class Target(nn.Module):
             x, h = self.add_rms_norm(x, next_norm, self.config.rms_norm_eps, *added)
             if i in taps:
                 tapped[i] = x
-        features = torch.cat([tapped[i] for i in taps], -1).view(*tokens.shape, -1) if taps else None
-        return TargetOutput(h.view(*tokens.shape, -1), latents, features)
+        h, *streams = (y.view(*tokens.shape, -1) for y in (h, *(tapped[i] for i in taps)))
+        return TargetOutput(h, latents, tuple(streams))
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """[...] i32 -> [..., d]."""
+    def embed(self, tokens: Tensor, *, block: int = 1, filler: int = 0) -> Tensor:
+        """tokens [N] i32 -> [N block, d], see the kernel `embed`."""
         if self.ranks.size == 1:
-            return F.embedding(tokens, self.embedding)
-        row, inside = self.slice.row(tokens)
+            rows: Tensor = self.embed_rows(tokens, self.embedding, block=block, filler=filler)
+            return rows
+        row, inside = self.slice.row(blocks(tokens, block, filler))
         return self.ranks.all_reduce(F.embedding(row, self.embedding).masked_fill_(~inside[..., None], 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d], after the final norm -> [..., V] f32; of several ranks, this one's slice of the vocabulary."""
-        logits: Tensor = self.head(hidden)
-        return self.slice.filled(logits.float())
+        return self.slice.filled(self.head.wide(hidden))
 
     def logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """log softmax at tokens [...] i32 of `logits` [..., V], f32; the same on all ranks."""

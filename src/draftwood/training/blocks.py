@@ -62,10 +62,8 @@ def draft(drafter: Drafter, target: Target, ids: Tensor, features: Tensor, ancho
     The drafter's own `context` and `forward`; it was built with `training_kernels`, whose attention groups
     rows by sequence.
     """
-    n, S = ids.shape
-    A = anchors.shape[1]
-    positions = torch.arange(S, device=ids.device, dtype=torch.int32).expand(n, -1)
-    k, v = drafter.context(features, positions)
+    n, A = anchors.shape
+    k, v = drafter.context(features, torch.zeros_like(ids[:, 0])).unbind(3)
     table = torch.arange(n, device=ids.device, dtype=torch.int32).repeat_interleave(A)[:, None]
     anchor = ids.gather(1, anchors).flatten()
     hidden: Tensor = drafter(anchor, anchors.flatten().int(), k, v, table, target.embed)

@@ -19,7 +19,7 @@ from draftwood.kernels.registry import BETWEEN_PRODUCTS, Kernels, load_kernels
 
 def training_kernels(device: str) -> Kernels:
     """The engine's kernels for `device` with verify_attn, moe and draft_attn replaced, and torch's where Triton has no gradient."""
-    kernels = load_kernels(device, dict.fromkeys(BETWEEN_PRODUCTS, "torch"))
+    kernels = load_kernels(device, dict.fromkeys((*BETWEEN_PRODUCTS, "embed"), "torch"))
     return replace(kernels, verify_attn=attend_sequences, moe=dense_experts, draft_attn=attend_blocks)
 
 

@@ -113,7 +113,9 @@ class Sampler:
             self.cache[:, part, :count] = output.latents
 
     def _next(self, tokens: Tensor, part: slice, at: Tensor) -> TargetOutput:
-        output: TargetOutput = self.target(tokens, at[:, None], self.cache[:, part], _chain(at))
+        output: TargetOutput = self.target(
+            tokens, torch.zeros_like(at)[:, None], self.cache[:, part], _chain(at)
+        )
         return output
 
     def _step(self) -> None:

@@ -25,9 +25,10 @@ def commit_kv(
         tree_kv,
         page_table.contiguous(),
         prefix_len.contiguous(),
-        path.contiguous(),
+        path,
         n_path.contiguous(),
         *(L, n_pages, T, C, page_table.shape[1], path.shape[1]),
+        *path.stride(),
         *pages.stride(),
         *tree_kv.stride(),
         PAGE=page,
@@ -43,7 +44,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
     block, layers = _blocks(C)
     arguments: dict[str, str | int] = {"pages": "*bf16", "tree_kv": "*bf16"}
     arguments |= dict.fromkeys(("page_table", "prefix_len", "path", "n_path"), "*i32")
-    arguments |= {"L": L, "n_pages": 4099, "T": T, "C": C, "M": 65, "steps": 8}
+    arguments |= {"L": L, "n_pages": 4099, "T": T, "C": C, "M": 65, "steps": 8, "path_b": 8, "path_s": 1}
     arguments |= {"pages_l": 4099 * page * C, "pages_n": page * C, "pages_p": C, "pages_c": 1}
     arguments |= {"tree_l": B * T * C, "tree_b": T * C, "tree_t": C, "tree_c": 1}
     constexprs = {"PAGE": page, "LAYERS": layers, "BLOCK": block}
@@ -70,6 +71,8 @@ def _commit(
     C,
     M,
     steps,
+    path_b,
+    path_s,
     pages_l,
     pages_n,
     pages_p,
@@ -84,7 +87,7 @@ def _commit(
 ):
     b = (tl.program_id(0) // steps).to(tl.int64)
     step = tl.program_id(0) % steps
-    slot = tl.load(path + b * steps + step)
+    slot = tl.load(path + b * path_b + step * path_s)
     position = tl.load(prefix_len + b).to(tl.int64) + step
     column = position // PAGE
     in_table = (position >= 0) & (column < M)

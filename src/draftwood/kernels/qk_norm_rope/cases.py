@@ -12,7 +12,16 @@ from draftwood.kernels.rounding import ITEM_SIZE, normal
 KERNEL = "qk_norm_rope"
 FLOATS = ("x", "q_norm", "k_norm")
 CACHE = "warm"
-DEFAULTS: dict[str, Axis] = {"L": 1, "N": 8, "Hq": 64, "Hkv": 8, "hd": 128, "eps": 1e-6, "dtype": "bfloat16"}
+DEFAULTS: dict[str, Axis] = {
+    "L": 1,
+    "N": 8,
+    "Hq": 64,
+    "Hkv": 8,
+    "Hv": 0,
+    "hd": 128,
+    "eps": 1e-6,
+    "dtype": "bfloat16",
+}
 
 # rtol, atol; 16-bit numbers are rounded three times, twice before two of them are added.
 TOLERANCE = {
@@ -33,11 +42,12 @@ def small() -> list[Case]:
         case(Hq=8, Hkv=4, hd=48, dtype="bfloat16"),
         case(Hq=33, Hkv=3, hd=64),
         case(L=2, Hq=2, Hkv=1),
+        *(case(L=2, Hq=Hq, Hv=2, dtype=dtype) for Hq, dtype in ((0, "bfloat16"), (3, "float32"))),
     ]
 
 
 def bench() -> list[Case]:
-    return [make_case(KERNEL, DEFAULTS), make_case(KERNEL, DEFAULTS, L=5, Hq=0)]
+    return [make_case(KERNEL, DEFAULTS), make_case(KERNEL, DEFAULTS, L=5, Hq=0, Hv=8)]
 
 
 def make(case: Case) -> dict[str, Any]:
@@ -46,13 +56,14 @@ def make(case: Case) -> dict[str, Any]:
     table = np.float64 if dtype == "float64" else np.float32
     angle = rng.uniform(0, 2 * np.pi, (N, 1, hd // 2))
     return {
-        "x": normal(rng, (L, N, Hq + Hkv, hd), dtype),
+        "x": normal(rng, (L, N, Hq + Hkv + case["Hv"], hd), dtype),
         "q_norm": normal(rng, (hd,), dtype, std=0.5) if Hq else None,
         "k_norm": normal(rng, (L, hd), dtype, std=0.5),
         "cos": np.tile(np.cos(angle), 2).astype(table),
         "sin": np.concatenate((-np.sin(angle), np.sin(angle)), -1).astype(table),
         "eps": case["eps"],
         "n_q": Hq,
+        "n_v": case["Hv"],
     }
 
 
@@ -60,7 +71,7 @@ def check(case: Case, inputs: dict[str, Any]) -> None:
     L, N, Hq, Hkv, hd = (case[axis] for axis in ("L", "N", "Hq", "Hkv", "hd"))
     require(hd % 2 == 0, f"axis `hd`: expected an even number, got {hd}")
     require(inputs["q_norm"] is not None or Hq == 0, "`q_norm`: expected where there are queries")
-    shapes = {"x": (L, N, Hq + Hkv, hd), "k_norm": (L, hd), "cos": (N, 1, hd), "sin": (N, 1, hd)}
+    shapes = {"x": (L, N, Hq + Hkv + case["Hv"], hd), "k_norm": (L, hd), "cos": (N, 1, hd), "sin": (N, 1, hd)}
     for name, want in shapes.items():
         require(inputs[name].shape == want, f"`{name}`: expected {want}, got {inputs[name].shape}")
 
@@ -74,7 +85,7 @@ def bytes_moved(case: Case) -> int:
     L, N, heads, hd, item = (
         case["L"],
         case["N"],
-        case["Hq"] + case["Hkv"],
+        case["Hq"] + case["Hkv"] + case["Hv"],
         case["hd"],
         ITEM_SIZE[case["dtype"]],
     )

@@ -13,6 +13,8 @@ def qk_norm_rope(
     sin: np.ndarray,
     eps: float,
     n_q: int,
+    *,
+    n_v: int = 0,
 ) -> np.ndarray:
     """See `draftwood.kernels.qk_norm_rope.qk_norm_rope`."""
     wide = x.astype(np.float64)
@@ -21,4 +23,7 @@ def qk_norm_rope(
         wide[:, :, :n_q] *= q_norm
     wide[:, :, n_q:] *= k_norm[:, None, None]
     turned = wide * cos + np.roll(wide, x.shape[-1] // 2, -1) * sin
-    return np.asarray(turned.astype(x.dtype))
+    out = turned.astype(x.dtype)
+    keys = x.shape[2] - n_v
+    out[:, :, keys:] = x[:, :, keys:]
+    return np.asarray(out)

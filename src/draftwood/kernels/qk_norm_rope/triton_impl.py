@@ -15,13 +15,21 @@ _EACH = 8  # numbers per thread
 
 
 def qk_norm_rope(
-    x: Tensor, q_norm: Tensor | None, k_norm: Tensor, cos: Tensor, sin: Tensor, eps: float, n_q: int
+    x: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    n_q: int,
+    *,
+    n_v: int = 0,
 ) -> Tensor:
     """See `draftwood.kernels.qk_norm_rope.qk_norm_rope`. Raises `ValueError` where the numbers of a head are not contiguous."""
     check_rows(x=x)
     L, N, H, hd = x.shape
     out = torch.empty((L, N, H, hd), dtype=x.dtype, device=x.device)
-    constexprs, num_warps = _config(H, hd, n_q)
+    constexprs, num_warps = _config(H, hd, n_q, n_v)
     k_norm = k_norm.contiguous()
     weights = k_norm if q_norm is None else q_norm, k_norm
     _norm_and_rotate[(N, L, triton.cdiv(H, constexprs["HEADS"]))](
@@ -33,11 +41,13 @@ def qk_norm_rope(
     return out
 
 
-def _config(H: int, hd: int, n_q: int) -> tuple[dict[str, int], int]:
+def _config(H: int, hd: int, n_q: int, n_v: int) -> tuple[dict[str, int], int]:
     """Compile-time arguments and warps."""
     pad = triton.next_power_of_2(hd)
     heads = max(1, min(triton.next_power_of_2(H), _TILE // pad))
-    return {"H": H, "HD": hd, "N_Q": n_q, "HEADS": heads, "HD_PAD": pad}, warps(heads * pad, _EACH)
+    return {"H": H, "HD": hd, "N_Q": n_q, "N_V": n_v, "HEADS": heads, "HD_PAD": pad}, warps(
+        heads * pad, _EACH
+    )
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -55,6 +65,7 @@ def _norm_and_rotate(
     H: tl.constexpr,
     HD: tl.constexpr,
     N_Q: tl.constexpr,
+    N_V: tl.constexpr,
     EPS: tl.constexpr,
     HEADS: tl.constexpr,
     HD_PAD: tl.constexpr,
@@ -83,7 +94,10 @@ def _norm_and_rotate(
     own = wide((wide((own * scale).to(dtype)) * w).to(dtype))
     paired = wide((wide((paired * scale).to(dtype)) * w_other).to(dtype))
     place = out + ((layer * N + n) * H + h) * HD + p
-    tl.store(place, (own * c + paired * s).to(dtype), mask=mask)
+    turned = (own * c + paired * s).to(dtype)
+    if N_V > 0:
+        turned = tl.where(h < H - N_V, turned, tl.load(source + p, mask=mask, other=0.0))
+    tl.store(place, turned, mask=mask)
 
 
 def compile_cases(capability: int) -> list[CompileCase]:
@@ -91,7 +105,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
     if capability not in (80, 90):
         return []
     n_q, n_kv, hd = 64, 8, 128
-    constexprs, num_warps = _config(n_q + n_kv, hd, n_q)
+    constexprs, num_warps = _config(n_q + n_kv, hd, n_q, 0)
     arguments: dict[str, str | int] = {**dict.fromkeys(("x", "q_norm", "k_norm", "out"), "*bf16")}
     arguments |= {"cos": "*fp32", "sin": "*fp32", "N": "i32"}
     width = (n_q + 2 * n_kv) * hd

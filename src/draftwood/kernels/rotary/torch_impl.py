@@ -13,11 +13,14 @@ def rotary(
     frequencies: Tensor,
     amplitude: float,
     *,
+    start: Tensor | None = None,
     double: bool = False,
     cos: Callable[[Tensor], Tensor] = torch.cos,
     sin: Callable[[Tensor], Tensor] = torch.sin,
 ) -> tuple[Tensor, Tensor]:
     """See `draftwood.kernels.rotary.rotary`. `cos` and `sin` are what it is made of."""
+    if start is not None:
+        positions = (start[:, None] + positions).flatten()
     angles = positions[..., None, None] * frequencies
     tables = cos(angles), sin(angles)
     if amplitude != 1:

@@ -24,16 +24,25 @@ _QUARTERS_PER_RADIAN = tl.constexpr(2 / math.pi)
 
 
 def rotary(
-    positions: Tensor, frequencies: Tensor, amplitude: float, *, double: bool = False
+    positions: Tensor,
+    frequencies: Tensor,
+    amplitude: float,
+    *,
+    start: Tensor | None = None,
+    double: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See `draftwood.kernels.rotary.rotary`."""
     N, width = positions.numel(), len(frequencies)
-    shape, dtype = (*positions.shape, 1, width), torch.float64 if double else torch.float32
-    cos, sin = (torch.empty(shape, dtype=dtype, device=positions.device) for _ in range(2))
+    rows, dtype = tuple(positions.shape), torch.float64 if double else torch.float32
+    if start is None:
+        positions = positions.reshape(1, N)
+    else:
+        rows, start = (N,), start.contiguous()
+    cos, sin = (torch.empty((*rows, 1, width), dtype=dtype, device=positions.device) for _ in range(2))
     constexprs, num_warps = _config(width)
     grid = (triton.cdiv(N, constexprs["ROWS"]),)
     _tables[grid](
-        *(positions.contiguous(), frequencies, cos, sin, N),
+        *(positions, start, frequencies, cos, sin, N, positions.shape[1], *positions.stride()),
         **constexprs,
         AMPLITUDE=float(amplitude),
         num_warps=num_warps,
@@ -48,13 +57,17 @@ def _config(width: int) -> tuple[dict[str, int], int]:
     return {"WIDTH": width, "ROWS": rows, "PAD": pad}, warps(rows * pad, _EACH)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "T"])
 def _tables(
-    positions,  # [N]
+    positions,  # [N / T, T]
+    start,  # [N / T], or None
     frequencies,  # [WIDTH]
     cos,  # [N, WIDTH]
     sin,
     N,
+    T,
+    positions_b,
+    positions_t,
     WIDTH: tl.constexpr,
     AMPLITUDE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -63,8 +76,11 @@ def _tables(
     dtype = cos.dtype.element_ty
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     c = tl.arange(0, PAD)[None, :]
-    position = tl.load(positions + n, mask=n < N, other=0).to(tl.float64)
-    angle = position * tl.load(frequencies + c, mask=c < WIDTH, other=0.0)
+    b, t = n // T, n % T
+    position = tl.load(positions + b * positions_b + t * positions_t, mask=n < N, other=0)
+    if start is not None:
+        position += tl.load(start + b, mask=n < N, other=0)
+    angle = position.to(tl.float64) * tl.load(frequencies + c, mask=c < WIDTH, other=0.0)
     quarters = tl.floor(angle * _QUARTERS_PER_RADIAN + 0.5)
     x = angle - quarters * _QUARTER - quarters * _QUARTER_REST
     square = x * x
@@ -89,5 +105,6 @@ def compile_cases(capability: int) -> list[CompileCase]:
     if capability not in (80, 90):
         return []
     constexprs, num_warps = _config(64)
-    arguments = {"positions": "*i32", "frequencies": "*fp64", "cos": "*fp32", "sin": "*fp32", "N": "i32"}
+    arguments: dict[str, str | int] = {"positions": "*i32", "start": "*i32", "frequencies": "*fp64"}
+    arguments |= {"cos": "*fp32", "sin": "*fp32", "N": "i32", "T": "i32", "positions_b": 32, "positions_t": 1}
     return [CompileCase("64", _tables, arguments, {**constexprs, "AMPLITUDE": 1.1}, num_warps)]

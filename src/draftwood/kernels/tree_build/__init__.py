@@ -10,8 +10,8 @@ def tree_build(
     root: Array,
     lp: Array,
     ids: Array,
-    budget: Array,
-    min_score: Array,
+    budget: Array | None = None,
+    min_score: Array | None = None,
     *,
     slots: int,
     impl: str | None = None,
@@ -22,8 +22,8 @@ def tree_build(
         root: [B] i32, token of slot 0.
         lp: [B, D, K] f32, descending log-probs per depth, <= 0; -inf is never taken.
         ids: [B, D, K] i32, the candidates' tokens, distinct per depth.
-        budget: [B] i32, slots to fill, root included; clamped to 1..slots.
-        min_score: [B] f32, no node below this score is taken; -inf for no floor.
+        budget: [B] i32, slots to fill, root included; clamped to 1..slots. None for `slots`.
+        min_score: [B] f32, no node below this score is taken; -inf or None for no floor.
         slots: T, the padded slot count of the result.
         impl: implementation name; None chooses by the type and device of `lp`.
 

@@ -13,12 +13,14 @@ def tree_build(
     root: np.ndarray,
     lp: np.ndarray,
     ids: np.ndarray,
-    budget: np.ndarray,
-    min_score: np.ndarray,
+    budget: np.ndarray | None = None,
+    min_score: np.ndarray | None = None,
     *,
     slots: int,
 ) -> DraftTree:
     B = lp.shape[0]
+    budget = np.full(B, slots) if budget is None else budget
+    min_score = np.full(B, -np.inf) if min_score is None else min_score
     tokens, parents = np.zeros((B, slots), np.int32), np.full((B, slots), -1, np.int32)
     scores = np.zeros((B, slots), np.float32)
     n_slots, status = np.ones(B, np.int32), np.zeros(B, np.int32)

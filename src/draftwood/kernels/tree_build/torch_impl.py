@@ -17,13 +17,19 @@ _NEVER = float("-inf")
 
 
 def tree_build(
-    root: Tensor, lp: Tensor, ids: Tensor, budget: Tensor, min_score: Tensor, *, slots: int
+    root: Tensor,
+    lp: Tensor,
+    ids: Tensor,
+    budget: Tensor | None = None,
+    min_score: Tensor | None = None,
+    *,
+    slots: int,
 ) -> DraftTree:
+    budgets = [slots] * len(lp) if budget is None else budget.tolist()
+    floors = [_NEVER] * len(lp) if min_score is None else min_score.tolist()
     rows = [
         _build_row(*row, slots)
-        for row in zip(
-            root.tolist(), lp.tolist(), ids.tolist(), budget.tolist(), min_score.tolist(), strict=True
-        )
+        for row in zip(root.tolist(), lp.tolist(), ids.tolist(), budgets, floors, strict=True)
     ]
     words = [[_words(bits, slots) for bits in row.ancestors] for row in rows]
     nodes = [[row.tokens for row in rows], [row.parents for row in rows], [row.depths for row in rows]]

@@ -26,7 +26,13 @@ _TILE = 512  # candidates checked at a time
 
 
 def tree_build(
-    root: Tensor, lp: Tensor, ids: Tensor, budget: Tensor, min_score: Tensor, *, slots: int
+    root: Tensor,
+    lp: Tensor,
+    ids: Tensor,
+    budget: Tensor | None = None,
+    min_score: Tensor | None = None,
+    *,
+    slots: int,
 ) -> DraftTree:
     """See `draftwood.kernels.tree_build.tree_build`. Raises `ValueError` for sizes past `_MOST`."""
     B, D, K = lp.shape
@@ -44,13 +50,8 @@ def tree_build(
     )
     if B > 0:
         _build[(B,)](
-            *(
-                root.contiguous(),
-                lp.contiguous(),
-                ids.contiguous(),
-                budget.contiguous(),
-                min_score.contiguous(),
-            ),
+            *(root.contiguous(), lp.contiguous(), ids.contiguous()),
+            *(limit if limit is None else limit.contiguous() for limit in (budget, min_score)),
             *(tree.tokens, tree.parents, tree.depths, tree.scores, tree.ancestors, tree.n_slots, tree.status),
             *(D, K, slots),
             **_blocks(D, K, slots),
@@ -87,8 +88,8 @@ def _build(
     root,
     lp,  # [B, D, K]
     ids,
-    budget,
-    min_score,
+    budget,  # or None
+    min_score,  # or None
     tokens,  # [B, T]
     parents,
     depths,
@@ -108,8 +109,13 @@ def _build(
     b = tl.program_id(0).to(tl.int64)
     lp += b * D * K
     ids += b * D * K
-    wanted, root_token = tl.load(budget + b), tl.load(root + b)
-    floor = tl.load(min_score + b) + 0.0  # no -0.0
+    root_token = tl.load(root + b)
+    wanted = T
+    if budget is not None:
+        wanted = tl.load(budget + b)
+    floor = _NEVER
+    if min_score is not None:
+        floor = tl.load(min_score + b) + 0.0  # no -0.0
     # What a new slot needs stays in registers, by the depth of its parent: the log-probs of the new slot's first three
     # children and of the first child of the first.
     row = (tl.arange(0, DEPTHS) + 1) * K
