@@ -106,12 +106,12 @@ class Matrix(Packable, Fixable):
         return self.product(x, self.weight) if self.packed is None else self.packed(x)
 
     def wide(self, x: Tensor) -> Tensor:
-        """The product in fp32: of 16-bit numbers on a GPU as it was summed, in one launch."""
-        if not x.is_cuda or x.element_size() > 2 or self.product is not F.linear:
+        """The product in fp32: of 16-bit numbers on a GPU as it was summed, in one launch. That has no gradient."""
+        if not x.is_cuda or x.element_size() > 2 or x.requires_grad or self.product is not product_of_rows:
             y: Tensor = self(x)
             return y.float()
         y = torch.mm(x.flatten(0, -2), self.weight.mT, out_dtype=torch.float32)
-        return y.view(*x.shape[:-1], -1)
+        return y.unflatten(0, x.shape[:-1])
 
 
 class MLP(nn.Module):
