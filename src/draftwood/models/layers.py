@@ -110,8 +110,8 @@ class Matrix(Packable, Fixable):
         if not x.is_cuda or x.element_size() > 2 or x.requires_grad or self.product is not product_of_rows:
             y: Tensor = self(x)
             return y.float()
-        y = torch.mm(x.flatten(0, -2), self.weight.mT, out_dtype=torch.float32)
-        return y.unflatten(0, x.shape[:-1])
+        product = torch.mm(x.flatten(0, -2), self.weight.mT, out_dtype=torch.float32)
+        return product.view(*x.shape[:-1], -1)
 
 
 class MLP(nn.Module):

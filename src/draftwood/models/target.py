@@ -32,7 +32,7 @@ from draftwood.models.layers import (
     matrix,
 )
 from draftwood.models.rope import Rotary
-from draftwood.models.vocabulary import VocabularySlice
+from draftwood.models.vocabulary import SoftmaxPart, VocabularySlice
 from draftwood.models.weights import Progress, Take, Weights
 from draftwood.parallel import ALONE, Ranks
 
@@ -57,14 +57,6 @@ class TargetOutput:
     def features(self) -> Tensor | None:
         """[B, T, len(taps) * d], the taps side by side."""
         return torch.cat(self.taps, -1) if self.taps else None
-
-
-@dataclass(frozen=True)
-class SoftmaxPart:
-    """What a slice of the vocabulary adds to a log softmax."""
-
-    chosen: Tensor  # the chosen token's logit, -inf if it is in another slice
-    sum: Tensor  # logsumexp over the slice
 
 
 Attend = Callable[..., Tensor]

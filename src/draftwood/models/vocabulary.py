@@ -12,6 +12,14 @@ from draftwood.models.shard import Shard
 
 
 @dataclass(frozen=True)
+class SoftmaxPart:
+    """What a slice of the vocabulary adds to a log softmax."""
+
+    chosen: Tensor  # the chosen token's logit, -inf if it is in another slice
+    sum: Tensor  # logsumexp over the slice
+
+
+@dataclass(frozen=True)
 class VocabularySlice:
     """Tokens first .. first + rows - 1. All ranks' logits have `share` columns, so that they can be gathered."""
 
