@@ -30,7 +30,7 @@ def play(
         picks.append(n)
         s = scores(*text, rows=batch)[:, :n]
         promised = np.exp(s)[:, 1:].sum(1)
-        controller.observe(batch, n, cost(batch, n), s, list(accepts * promised))
+        controller.observe(batch, n, cost(batch, n), np.exp(s), list(accepts * promised))
     return picks
 
 

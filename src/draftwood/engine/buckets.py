@@ -57,9 +57,9 @@ class BucketController:
         return int(self.slots[best])
 
     def observe(
-        self, batch: int, slots: int, seconds: float, scores: np.ndarray, accepted: Sequence[int]
+        self, batch: int, slots: int, seconds: float, chances: np.ndarray, accepted: Sequence[int]
     ) -> None:
-        """What a round of `batch` rows took, the node scores [B, T] of its live rows, and the drafted tokens each accepted.
+        """What a round of `batch` rows took, exp of the node scores [B, T] of its live rows, and the drafted tokens each accepted.
 
         Rows that ended in the round teach nothing and are left out of the last two.
         """
@@ -67,7 +67,7 @@ class BucketController:
         cost[i] += FORGET * (min(seconds, OUTLIER * cost[i]) - cost[i])
         if slots == 1 or not len(accepted):
             return
-        promised = np.exp(scores.astype(np.float64))[:, 1:].cumsum(1).mean(0)  # by slots, root not counted
+        promised = chances.mean(0)[1:].cumsum()  # by slots, root not counted
         smaller = np.arange(1, i + 1)
         weight = np.where(self._known[smaller], FORGET, 1.0)
         self._reach[smaller] += weight * (promised[self.slots[smaller] - 2] - self._reach[smaller])

@@ -163,10 +163,14 @@ class Engine:
             )
         self._in_step = True
         events: list[StreamEvent] = []
-        if self._flying and not (self._is_shown() and self.scheduler.only_decodes(self._flying[-1].batch)):
-            events = self._land(0)
+        step = None
+        if self._flying:
+            if self._is_shown() and not self._is_last(self._flying[-1]):
+                step = self.scheduler.again(self._flying[-1].batch)
+            if step is None:
+                events = self._land(0)
         self._in_step = False
-        step = self.scheduler.step()
+        step = step or self.scheduler.step()
         if not step.batch and not step.work and not events and self.has_work():
             raise OutOfPagesError(
                 f"no request can be admitted: {self.cache.n_available} of "
@@ -244,13 +248,25 @@ class Engine:
         return self._book(batch, plan, outcome) if self._replays is None else self._land(self._replays.ahead)
 
     def _land(self, left: int) -> list[StreamEvent]:
-        """Wait for the oldest rounds in flight until no more than `left` are."""
+        """Wait for the oldest rounds in flight until no more than `left` are; not for those of requests that have all ended."""
         events: list[StreamEvent] = []
         while self._replays is not None and len(self._flying) > left:
             oldest = self._flying.popleft()
+            if all(request.finished for request in oldest.batch):
+                continue  # what it still writes comes before what anyone will write
             outcome = self._replays.collect(oldest.flight, trace=self.trace)
             events += self._book(oldest.batch, oldest.plan, outcome)
         return events
+
+    def _is_last(self, launched: Launched) -> bool:
+        """Whether every request may well end in this round by its length, so that another one launched now would be in vain.
+
+        It may bring D + 1 tokens, and is taken to bring no more than twice what rounds of the request have brought so far.
+        """
+        return all(
+            self.scheduler.left(request) <= min(launched.plan.depth + 1, 2 * request.output.tokens_per_round)
+            for request in launched.batch
+        )
 
     def _book(self, batch: list[Request], plan: RoundPlan, outcome: RoundOutcome) -> list[StreamEvent]:
         """What a round did, for the requests that had not ended before it did."""
@@ -303,11 +319,12 @@ class Engine:
         return RoundPlan(slots, depth, min(s.top_k, slots - 1), prune=partial(_prune, s.controller, depth))
 
     def _deliver(self, request: Request, row: RowResult, outcome: RoundOutcome) -> StreamEvent:
+        emitted = len(row.emitted)
         record = RoundRecord(
             slots=row.slots,
             padded_slots=outcome.padded_slots,
-            accepted=len(row.emitted) - (row.done != Done.FAILED),
-            emitted=len(row.emitted),
+            accepted=emitted - (row.done != Done.FAILED),
+            emitted=emitted,
             batch=len(outcome.rows),
             expected=row.expected,
             seconds=outcome.seconds,
@@ -338,8 +355,8 @@ class Engine:
         accepted = [len(outcome.rows[i].emitted) - 1 for i in going]
         if isinstance(controller, BucketController):
             size = padded_batch(len(batch))
-            scores = outcome.scores[going]
-            controller.observe(size, plan.slots, outcome.seconds["replay"], scores, accepted)
+            chances = outcome.chances[going]
+            controller.observe(size, plan.slots, outcome.seconds["replay"], chances, accepted)
             return
         controller.observe_cost(len(outcome.rows) * outcome.padded_slots, outcome.seconds)
         if outcome.padded_slots > 1 and going:

@@ -149,9 +149,8 @@ class GraphRunner(Runner):
     def collect(self, flight: Flight, *, trace: bool = False) -> RoundOutcome:
         """The results of a round that was launched; waits for them."""
         seconds = flight.span.seconds()
-        rows = row_results(flight.rows, flight.report, flight.scores, trace=trace)
-        report = flight.report
-        return RoundOutcome(rows, report.slots, {"replay": seconds}, report.scores)
+        rows, chances = row_results(flight.rows, flight.report, flight.scores, trace=trace)
+        return RoundOutcome(rows, flight.report.slots, {"replay": seconds}, chances)
 
     def round(self, plan: RoundPlan, *, trace: bool = False) -> RoundOutcome:
         """Launch a round and wait for it."""

@@ -30,7 +30,7 @@ class TracedTree:
     emitted: list[int]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: making one takes an eighth of the time, and a batch has many
 class RoundRecord:
     """One round of one request."""
 
@@ -101,7 +101,7 @@ class RequestOutput:
         return len(self.token_ids) / seconds if seconds else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StreamEvent:
     """New text and tokens of one request; `output` is the request's full state so far."""
 

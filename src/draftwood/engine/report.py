@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -78,8 +79,7 @@ class TokenScores:
         return cls(chosen, *stages.kernels.topk_logprobs(rows, k))
 
 
-@dataclass(frozen=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What a round did for one row."""
 
     emitted: list[int]
@@ -92,6 +92,9 @@ class RowResult:
     trace: TracedTree | None
 
 
+_DONE = tuple(Done)
+
+
 def most_logprobs(rows: Sequence[Row]) -> int | None:
     """A k that serves every row, a power of two, so that few are in use; None if no row wants log-probabilities."""
     most = max((row.params.logprobs for row in rows if row.params.logprobs is not None), default=None)
@@ -100,16 +103,16 @@ def most_logprobs(rows: Sequence[Row]) -> int | None:
 
 def row_results(
     rows: Sequence[Row], report: RoundReport, scores: TokenScores | None, *, trace: bool
-) -> list[RowResult]:
-    """Row by row, for the first len(rows) rows of the batch; the report is on the host."""
-    done, n_slots = report.done.tolist(), report.n_slots.tolist()
-    emitted = [[token for token in row if token >= 0] for row in report.emitted.tolist()]
-    expected = np.exp(report.scores).sum(1).tolist()  # inert slots score -inf
-    logprobs = _logprobs(rows, emitted, scores)
-    return [
+) -> tuple[list[RowResult], np.ndarray]:
+    """Row by row, for the first len(rows) rows of the batch, and exp of all their slots' scores; the report is on the host."""
+    done, n_slots, padded = report.done.tolist(), report.n_slots.tolist(), report.emitted
+    emitted = [row[:n] for row, n in zip(padded.tolist(), (padded >= 0).sum(1).tolist(), strict=True)]
+    chances = np.exp(report.scores[: len(rows)])  # inert slots score -inf
+    expected, logprobs = chances.sum(1).tolist(), _logprobs(rows, emitted, scores)
+    results = [
         RowResult(
             emitted[b],
-            Done(done[b]),
+            _DONE[done[b]],
             n_slots[b],
             expected[b],
             logprobs[b],
@@ -117,6 +120,7 @@ def row_results(
         )
         for b in range(len(rows))
     ]
+    return results, chances
 
 
 def _traced(report: RoundReport, b: int, n: int, emitted: list[int]) -> TracedTree:

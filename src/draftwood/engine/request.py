@@ -81,13 +81,12 @@ class Request:
         self, tokens: list[int], done: Done, record: RoundRecord, logprobs: list[TokenLogprob] | None
     ) -> StreamEvent:
         """Take a round's emitted tokens; a stop string may end the request before the last of them."""
-        out, text, taken = self.output, "", 0
-        for token in tokens:
-            taken += 1
-            if done != Done.STOP or taken < len(tokens):  # a stop token has no text
-                text += self.stops.push(self.decoder.push([token]))
-            if self.stops.hit is not None:
-                break
+        out = self.output
+        spoken = tokens[:-1] if done == Done.STOP else tokens  # a stop token has no text
+        if self.stops.any:
+            text, taken = self._until_stop(tokens, len(spoken))
+        else:
+            text, taken = self.decoder.push(spoken), len(tokens)
         if self.stops.hit is None and done != Done.RUNNING:
             text += self.stops.push(self.decoder.flush())
             text += self.stops.flush()
@@ -97,9 +96,20 @@ class Request:
         out.token_ids.extend(tokens[:taken])
         if logprobs is not None:
             out.logprobs = (out.logprobs or []) + logprobs[:taken]
-        self._finish(done)
+        if self.stops.hit is not None or done != Done.RUNNING:
+            self._finish(done)
         out.text += text
         return StreamEvent(self.index, text, tokens[:taken], out)
+
+    def _until_stop(self, tokens: list[int], spoken: int) -> tuple[str, int]:
+        """Text that is safe to show, of the first `spoken` tokens, and how many tokens are taken: all, or up to a stop string."""
+        text = ""
+        for taken, token in enumerate(tokens, 1):
+            if taken <= spoken:
+                text += self.stops.push(self.decoder.push([token]))
+            if self.stops.hit is not None:
+                return text, taken
+        return text, len(tokens)
 
     def fail(self, error: str) -> StreamEvent:
         """End with an error that is no fault of its tokens."""
@@ -118,5 +128,5 @@ class Request:
                 f"no token could be chosen for output position {len(out.token_ids)}: "
                 "the target's logits were not finite there, or logit_bias forbids every token"
             )
-        elif done != Done.RUNNING:
+        else:
             out.finish_reason = "length"

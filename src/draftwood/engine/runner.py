@@ -37,8 +37,8 @@ class RoundOutcome:
     """T, of every row."""
     seconds: dict[str, float]
     """Wall time per stage; one entry `replay` where they cannot be told apart."""
-    scores: np.ndarray
-    """[B, T] f32, of the trees' slots, -inf at inert ones."""
+    chances: np.ndarray
+    """[B, T] f32, exp of the scores of the trees' slots: 1 for roots, 0 at inert ones."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class Runner:
             k = most_logprobs(self._rows)
             scores = None if k is None else TokenScores.of(self.stages, result, k)
             report = RoundReport(result.table.cpu(), result.tree.T)
-            rows = row_results(self._rows, report, scores, trace=trace)
-        return RoundOutcome(rows, result.tree.T, timer.seconds, report.scores)
+            rows, chances = row_results(self._rows, report, scores, trace=trace)
+        return RoundOutcome(rows, result.tree.T, timer.seconds, chances)
 
     def check_ranks_agree(self) -> None:
         """Raise AssertionError unless all ranks have the same latents in their pages, bit for bit."""

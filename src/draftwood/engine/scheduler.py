@@ -82,6 +82,11 @@ class Scheduler:
         longest = min(len(request.output.prompt_token_ids) + request.params.max_new_tokens, self.max_context)
         return self._n_pages(longest - 1)
 
+    def left(self, request: Request) -> int:
+        """Tokens that it may still bring."""
+        room = self.max_context - request.n_tokens
+        return min(request.params.max_new_tokens - len(request.output.token_ids), room)
+
     def requests(self) -> list[Request]:
         """All that have not ended."""
         queued = [*self.active, *self.waiting]
@@ -101,17 +106,23 @@ class Scheduler:
         self._admit(work)
         left = self.budget
         for request in self.active:
-            left -= self._prefill(request, left, work)
+            if request.computed < request.n_tokens - 1:
+                left -= self._prefill(request, left, work)
         if self._free_followers():
             self._admit(work)
         return Step(work, [request for request in self.active if request.computed == request.n_tokens - 1])
 
-    def only_decodes(self, batch: list[Request]) -> bool:
-        """Whether the next step can only be another round of this batch: nobody comes, goes or makes room."""
+    def again(self, batch: list[Request]) -> Step | None:
+        """The next step, in the place of `step`, if it can only be another round of this batch: nobody comes, goes or makes room.
+        None, and nothing is done, if it may be something else."""
         if self.active != batch or (self.waiting and len(self.active) < self.max_batch):
-            return False
-        short = sum(max(0, self._pages_due(request) - len(request.pages)) for request in batch)
-        return short <= self.cache.n_available and not any(request.followers for request in batch)
+            return None
+        short = [(request, n) for request in batch if (n := self._short(request)) > 0]
+        if sum(n for _, n in short) > self.cache.n_available or any(request.followers for request in batch):
+            return None
+        for request, n in short:
+            request.pages += self.cache.take(n)
+        return Step([], batch)
 
     def advance(self, request: Request) -> None:
         """A round has chosen tokens for the request, which its output has by now."""
@@ -142,12 +153,19 @@ class Scheduler:
     def _pages_due(self, request: Request) -> int:
         return min(self._n_pages(request.n_tokens - 1 + self.lookahead), request.most_pages)
 
+    def _short(self, request: Request) -> int:
+        """How many pages it lacks for the next round."""
+        have = len(request.pages)
+        if have >= request.most_pages or have * self.cache.page_size >= request.n_tokens - 1 + self.lookahead:
+            return 0
+        return self._pages_due(request) - have
+
     def _grow(self) -> None:
         """Pages for the next round, the oldest request first; the youngest make room."""
         at = 0
         while at < len(self.active):
             request = self.active[at]
-            short = self._pages_due(request) - len(request.pages)
+            short = self._short(request)
             if short > 0:
                 while short > self.cache.n_available:
                     youngest = self.active[-1]

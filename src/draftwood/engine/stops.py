@@ -13,6 +13,11 @@ class StopStrings:
         self._held = ""
         self.hit: str | None = None
 
+    @property
+    def any(self) -> bool:
+        """Whether there is a string to stop at; if not, all text may be shown at once."""
+        return bool(self._stops)
+
     def push(self, piece: str) -> str:
         """Text now safe to show. After a hit (see `hit`) nothing more comes out."""
         if self.hit is not None:
