@@ -50,10 +50,9 @@ def record(llm: LLM, prompt: list[int], params: SamplingParams) -> Text:
     assert drafting is not None
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def topk(logits: torch.Tensor, k: int, **noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        lp, ids = llm.kernels.topk_logprobs(logits, k, **noise)
-        scoring = drafting.rule.at(noise["temperature"], lp.shape[1], coupled=True)
-        seen.append((scoring.sharpened(lp)[0], ids[0]))
+    def topk(logits: torch.Tensor, k: int, **told: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        lp, ids = llm.kernels.topk_logprobs(logits, k, **told)
+        seen.append((lp[0], ids[0]))
         return lp, ids
 
     stages = Stages(llm.target, llm.latents, drafting, replace(llm.kernels, topk_logprobs=topk), True)

@@ -19,8 +19,8 @@ def candidates(rule, logits, coupled, k=V):
     topk = load_kernels("cpu").topk_logprobs
     noise = {"temperature": TEMPERATURE, "seed": SEED, "position": POSITION} if coupled else {}
     scoring = rule.at(TEMPERATURE, D, coupled=coupled)
-    lp, ids = topk(scoring.scaled(logits), k, **noise)
-    return scoring.sharpened(lp), ids
+    lp, ids = topk(logits, k, **noise, **scoring.of(D))
+    return lp, ids
 
 
 @pytest.mark.parametrize("coupled", [False, True])

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from draftwood.kernels.registry import Kernels, load_slices
+from draftwood.kernels.topk_logprobs.torch_impl import weighted
 from draftwood.models.shard import WHOLE, Shard
 from draftwood.tree import DraftTree, n_words
 
@@ -104,10 +105,12 @@ def over_vocabulary(kernels: Kernels, ranks: Ranks) -> Kernels:
     topk_partial, topk_merge = load_slices("topk_logprobs", impl["topk_logprobs"])
     sample_partial, sample_merge = load_slices("sample", impl["sample"])
 
-    def topk_logprobs(logits: Tensor, k: int, **noise: Tensor) -> tuple[Tensor, Tensor]:
-        own = topk_partial(logits, k, ranks.shard.rank * logits.shape[-1], **noise)
-        merged: tuple[Tensor, Tensor] = topk_merge(ranks.gather(own), k)
-        return merged
+    def topk_logprobs(
+        logits: Tensor, k: int, *, weight: Tensor | None = None, **told: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        own = topk_partial(logits, k, ranks.shard.rank * logits.shape[-1], **told)
+        lp, ids = topk_merge(ranks.gather(own), k)
+        return (lp if weight is None else weighted(lp, weight, told["temperature"])), ids
 
     def sample(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         own = sample_partial(logits, *arguments, offset=ranks.shard.rank * logits.shape[-1])

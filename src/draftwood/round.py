@@ -118,12 +118,12 @@ def draft(stages: Stages, state: RoundState, plan: RoundPlan) -> tuple[torch.Ten
         return nothing.float(), nothing
     logits = stages.drafting.logits(state, plan.depth)
     assert state.scoring is not None
-    noise = {}
+    told = state.scoring.of(plan.depth)
     if stages.noise_coupled:
-        position = state.prefix_len[:, None] + ramp(plan.depth + 1, state.root.device)[1:]
-        noise = {"temperature": state.params.temperature, "seed": state.seed, "position": position}
-    lp, ids = stages.kernels.topk_logprobs(state.scoring.scaled(logits), plan.top_k, **noise)
-    return state.scoring.sharpened(lp), ids
+        told |= {"temperature": state.params.temperature, "seed": state.seed}
+        told |= {"position": ramp(plan.depth + 1, logits.device)[None, 1:], "start": state.prefix_len}
+    lp, ids = stages.kernels.topk_logprobs(logits, plan.top_k, **told)
+    return lp, ids
 
 
 def build(

@@ -50,38 +50,32 @@ class ScoreRule(BaseModel):
         """The rule for rows of these temperatures [B] and candidates of up to `depth` tokens ahead."""
         warm = temperature[:, None] > 0
         at = torch.ones_like(temperature) if self.coldest is None else temperature.clamp(min=self.coldest)
-        factor = (self.sharpness / at)[:, None].repeat(1, depth)  # [B, D]
+        factor = (self.sharpness / at)[:, None].repeat(1, depth)
         if not coupled:
-            return Scoring(factor[..., None], None, warm[..., None])
+            return Scoring(factor, None)
         weight = None
         if self.noise is not None:
             weight = torch.where(warm, temperature[:, None] * _on_device(self.noise, depth, warm.device), 1.0)
         at = temperature if self.coldest is None else at
         noisy = self.sharpness * (temperature / at)[:, None] / (1.0 if weight is None else weight)
-        factor = torch.where(warm, noisy, factor)
-        return Scoring(factor[..., None], None if weight is None else weight[..., None], warm[..., None])
+        return Scoring(torch.where(warm, noisy, factor), weight)
 
 
 @dataclass(frozen=True)
 class Scoring:
     """A rule at the temperatures of a batch: what does not change from round to round."""
 
-    factor: Tensor  # [B, D, 1] f32, of draft logits
-    weight: Tensor | None  # [B, D, 1] f32, of the noise; None where log-probs are scores as they are
-    noisy: Tensor  # [B, 1, 1] bool, rows with a temperature
+    factor: Tensor  # [B, D] f32, of draft logits
+    weight: (
+        Tensor | None
+    )  # [B, D] f32, of the noise at temperatures above 0; None where log-probs are scores as they are
 
-    def scaled(self, logits: Tensor) -> Tensor:
-        """Logits [B, D', V] of the first D' <= D depths for `topk_logprobs`, which divides rows with noise by their
-        temperature and adds the noise. `sharpened` on its result completes the rule.
-        """
-        return logits * self.factor[:, : logits.shape[1]]
-
-    def sharpened(self, lp: Tensor) -> Tensor:
-        """Scores [B, D', K] of the candidates that `topk_logprobs` found in `scaled` logits, renormalised over them."""
-        if self.weight is None:
-            return lp
-        scores = (lp * self.weight[:, : lp.shape[1]]).log_softmax(-1)
-        return torch.where(self.noisy & (lp > -torch.inf), scores, lp)  # a row may be without a candidate
+    def of(self, depth: int) -> dict[str, Tensor]:
+        """What `topk_logprobs` is to be told, beside the noise, so that its log-probs of the first `depth` depths are scores."""
+        told = (
+            {"scale": self.factor} if self.weight is None else {"scale": self.factor, "weight": self.weight}
+        )
+        return {name: numbers[:, :depth] for name, numbers in told.items()}
 
 
 NEUTRAL = ScoreRule()

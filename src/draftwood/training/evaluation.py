@@ -64,8 +64,8 @@ def emitted(drafts: Drafts, kernels: Kernels, *, coupled: bool, rule: ScoreRule)
     if coupled:
         noise = {"temperature": d.temperature, "seed": d.seed, "position": d.position}
     scoring = rule.at(d.temperature, d.logits.shape[1], coupled=coupled)
-    lp, ids = kernels.topk_logprobs(scoring.scaled(d.logits), min(TOP_K, d.logits.shape[-1]), **noise)
-    lp = scoring.sharpened(lp)
+    told = noise | scoring.of(d.logits.shape[1])
+    lp, ids = kernels.topk_logprobs(d.logits, min(TOP_K, d.logits.shape[-1]), **told)
     chain = (ids[:, :, 0] == d.true).int().cumprod(1).sum(1) + 1
     return {"chain": chain} | {str(k): v for k, v in tree_lengths(lp, ids, d.true, kernels).items()}
 

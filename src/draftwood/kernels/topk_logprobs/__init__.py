@@ -25,6 +25,9 @@ def topk_logprobs(
     temperature: Array | None = None,
     seed: Array | None = None,
     position: Array | None = None,
+    start: Array | None = None,
+    scale: Array | None = None,
+    weight: Array | None = None,
     impl: str | None = None,
 ) -> tuple[Array, Array]:
     """Log-softmax at temperature 1 and its k largest entries per row.
@@ -35,7 +38,11 @@ def topk_logprobs(
         temperature: [B] f32, with seed [B] i64 and position [B, D] i32 (all three or none): noise-coupled
             drafting. A row with temperature > 0 is ranked by x = fp32(logits) / temperature + gumbel(seed,
             position, token), the very noise that `sample` uses, and lp is the log-softmax of x. A row with
-            temperature 0 is ranked as if the three were not given.
+            temperature 0 is ranked as if the three were not given. The position may be one row for all.
+        start: [B] i32, with the three: positions count from it.
+        scale: [B, D] f32 that multiplies the logits before anything else.
+        weight: [B, D] f32 above 0, with the three: lp of a row with temperature > 0 becomes the log-softmax of weight * lp over the
+            k candidates.
         impl: implementation name; None chooses by the type and device of `logits`.
 
     Returns:
@@ -44,17 +51,24 @@ def topk_logprobs(
         A row with no finite entry is all -inf.
 
     Raises:
-        ValueError: k outside 1..V, or some but not all of temperature, seed, position given.
+        ValueError: k outside 1..V, or some but not all of temperature, seed, position given, or start or weight without them.
 
     Each implementation is `merge(partial(slice) for each vocabulary slice)`, so tensor parallel needs no gather:
-    `partial(logits, k, offset=0, ...) -> Partial` holds k candidates, the maximum and the sum of exponentials.
+    `partial(logits, k, offset=0, ...) -> Partial` holds k candidates, the maximum and the sum of exponentials; weights come after it.
     """
     fn = for_array("topk_logprobs", logits, impl)
-    return fn(logits, k, temperature=temperature, seed=seed, position=position)  # type: ignore[no-any-return]
+    noise = {"temperature": temperature, "seed": seed, "position": position, "start": start}
+    return fn(logits, k, **noise, scale=scale, weight=weight)  # type: ignore[no-any-return]
 
 
 def check_arguments(
-    V: int, k: int, temperature: Array | None, seed: Array | None, position: Array | None
+    V: int,
+    k: int,
+    temperature: Array | None,
+    seed: Array | None,
+    position: Array | None,
+    start: Array | None = None,
+    weight: Array | None = None,
 ) -> None:
     """Raise `ValueError` as `topk_logprobs` promises."""
     if not 1 <= k <= V:
@@ -65,3 +79,6 @@ def check_arguments(
         raise ValueError(
             f"topk_logprobs: temperature, seed and position go together; missing: {', '.join(missing)}"
         )
+    for name, value in (("start", start), ("weight", weight)):
+        if missing and value is not None:
+            raise ValueError(f"topk_logprobs: {name} goes with temperature, seed and position")

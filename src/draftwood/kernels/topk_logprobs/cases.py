@@ -14,7 +14,8 @@ DEFAULTS: dict[str, int | float | str] = {
     "D": 7,
     "V": 2048,
     "k": 32,
-    "coupled": 0,  # 1: noise-coupled, every other row at temperature 0
+    "coupled": 0,  # 1: noise-coupled, every other row at temperature 0; 2: with weights too, positions from a start
+    "scaled": 0,  # 1: logits are scaled, by row and depth
     "values": "normal",  # ties: few distinct values; holes: NaN, infinities and a row of nothing else
     "dtype": "float32",
 }
@@ -36,6 +37,15 @@ def small() -> list[Case]:
         for values in ("ties", "holes")
         for dtype in ("float32", "bfloat16", "float64")
         for coupled in (0, 1)
+    ]
+    out += [
+        make_case(KERNEL, DEFAULTS, B=3, V=300, k=9, coupled=2, scaled=1, values=values, dtype=dtype)
+        for values, dtype in (("normal", "float32"), ("holes", "bfloat16"), ("ties", "float64"))
+    ]
+    out += [
+        make_case(KERNEL, DEFAULTS, B=2, D=2, V=131, k=131, coupled=2),
+        make_case(KERNEL, DEFAULTS, B=1, D=1, V=600, k=130, coupled=2, scaled=1),
+        make_case(KERNEL, DEFAULTS, B=2, V=300, k=300, scaled=1, values="ties"),
     ]
     return out
 
@@ -66,6 +76,12 @@ def make(case: Case) -> dict[str, Any]:
         )
         inputs["seed"] = rng.integers(-(2**63), 2**63, B, dtype=np.int64)
         inputs["position"] = rng.integers(0, 2**20, (B, D)).astype(np.int32)
+    if case["coupled"] == 2:
+        inputs["start"] = rng.integers(0, 2**20, B).astype(np.int32)
+        inputs["position"] = inputs["position"][:1]
+        inputs["weight"] = rng.uniform(0.1, 2.0, (B, D)).astype(np.float32)
+    if case["scaled"]:
+        inputs["scale"] = rng.uniform(0.1, 2.0, (B, D)).astype(np.float32)
     return inputs
 
 
@@ -84,7 +100,8 @@ def check(case: Case, inputs: dict[str, Any]) -> None:
     if "temperature" in inputs:
         require((inputs["temperature"] >= 0).all(), "`temperature`: must not be negative")
         require(inputs["seed"].dtype == np.int64, "`seed`: expected int64")
-        require(inputs["position"].shape == (B, D), "`position`: expected [B, D]")
+        rows = 1 if case["coupled"] == 2 else B
+        require(inputs["position"].shape == (rows, D), f"`position`: expected [{rows}, D]")
         require((inputs["position"] >= 0).all(), "`position`: must not be negative")
 
 

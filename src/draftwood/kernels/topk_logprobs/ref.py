@@ -17,9 +17,20 @@ def topk_logprobs(
     temperature: np.ndarray | None = None,
     seed: np.ndarray | None = None,
     position: np.ndarray | None = None,
+    start: np.ndarray | None = None,
+    scale: np.ndarray | None = None,
+    weight: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    check_arguments(logits.shape[-1], k, temperature, seed, position)
-    return merge([partial(logits, k, temperature=temperature, seed=seed, position=position)], k)
+    check_arguments(logits.shape[-1], k, temperature, seed, position, start, weight)
+    noise = {"temperature": temperature, "seed": seed, "position": position, "start": start}
+    lp, ids = merge([partial(logits, k, 0, **noise, scale=scale)], k)
+    if temperature is not None and weight is not None:
+        for b, d in np.ndindex(lp.shape[:2]):
+            live = lp[b, d] > -np.inf
+            if temperature[b] > 0 and live.any():
+                x = np.float64(weight[b, d]) * lp[b, d, live]
+                lp[b, d, live] = x - np.logaddexp.reduce(x)
+    return lp, ids
 
 
 def partial(
@@ -30,11 +41,16 @@ def partial(
     temperature: np.ndarray | None = None,
     seed: np.ndarray | None = None,
     position: np.ndarray | None = None,
+    start: np.ndarray | None = None,
+    scale: np.ndarray | None = None,
 ) -> Partial:
     """Of logits [B, D, v], the vocabulary slice that starts at token `offset`."""
     x: np.ndarray = logits.astype(np.float64 if logits.dtype == np.float64 else np.float32)
+    if scale is not None:
+        x = x * scale[..., None]
     token = np.arange(offset, offset + x.shape[-1])
     if temperature is not None and seed is not None and position is not None:
+        position = np.broadcast_to(position, x.shape[:2]) + (0 if start is None else start[:, None])
         for b in np.flatnonzero(temperature > 0):
             noise = gumbel(seed[b], position[b, :, None], token)  # [D, v]
             x[b] = x[b].astype(np.float32) / np.float32(temperature[b]) + noise

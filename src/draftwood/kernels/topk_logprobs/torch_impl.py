@@ -19,9 +19,21 @@ def topk_logprobs(
     temperature: Tensor | None = None,
     seed: Tensor | None = None,
     position: Tensor | None = None,
+    start: Tensor | None = None,
+    scale: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    check_arguments(logits.shape[-1], k, temperature, seed, position)
-    return merge([partial(logits, k, temperature=temperature, seed=seed, position=position)], k)
+    check_arguments(logits.shape[-1], k, temperature, seed, position, start, weight)
+    noise = {"temperature": temperature, "seed": seed, "position": position, "start": start}
+    lp, ids = merge([partial(logits, k, 0, **noise, scale=scale)], k)
+    return (lp if weight is None or temperature is None else weighted(lp, weight, temperature)), ids
+
+
+def weighted(lp: Tensor, weight: Tensor, temperature: Tensor) -> Tensor:
+    """lp [B, D, k] with the rows of temperature > 0 replaced by the log-softmax of weight * lp."""
+    scores = (lp * weight[..., None]).log_softmax(-1)
+    hot = (temperature > 0)[:, None, None]
+    return torch.where(hot & (lp > -torch.inf), scores, lp)  # a row may be without a candidate
 
 
 def partial(
@@ -32,10 +44,15 @@ def partial(
     temperature: Tensor | None = None,
     seed: Tensor | None = None,
     position: Tensor | None = None,
+    start: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Partial:
     """Of logits [B, D, v], the vocabulary slice that starts at token `offset`."""
     x = logits if logits.dtype == torch.float64 else logits.float()
+    if scale is not None:
+        x = x * scale[..., None]
     if temperature is not None and seed is not None and position is not None:
+        position = position.expand(x.shape[:2]) if start is None else start[:, None] + position
         x = _coupled(x, offset, temperature, seed, position)
     x = finite(x)
     value, index = largest(x, min(k, x.shape[-1]))

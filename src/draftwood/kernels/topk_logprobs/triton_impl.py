@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,6 +12,16 @@ from torch import Tensor
 from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.topk_logprobs import Partial, check_arguments
 from draftwood.kernels.topk_logprobs.triton_kernels import SCAN_TILE, TILE, combine, scan, select, stream
+
+
+class Noise(NamedTuple):
+    """What couples the candidates, all but `start` or nothing."""
+
+    temperature: Tensor | None
+    seed: Tensor | None
+    position: Tensor | None
+    start: Tensor | None
+
 
 _MOST_LISTED = 512
 """Tokens that are compared each with each; if k asks for more, they are found one after the other."""
@@ -23,9 +34,12 @@ def topk_logprobs(
     temperature: Tensor | None = None,
     seed: Tensor | None = None,
     position: Tensor | None = None,
+    start: Tensor | None = None,
+    scale: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    check_arguments(logits.shape[-1], k, temperature, seed, position)
-    found, lp = _best(logits, k, 0, temperature, seed, position)
+    check_arguments(logits.shape[-1], k, temperature, seed, position, start, weight)
+    found, lp = _best(logits, k, 0, Noise(temperature, seed, position, start), scale, weight)
     return lp, found.ids
 
 
@@ -37,9 +51,12 @@ def partial(
     temperature: Tensor | None = None,
     seed: Tensor | None = None,
     position: Tensor | None = None,
+    start: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Partial:
     """Of logits [B, D, v], the vocabulary slice that starts at token `offset`."""
-    return _best(logits, min(k, logits.shape[-1]), offset, temperature, seed, position)[0]
+    noise = Noise(temperature, seed, position, start)
+    return _best(logits, min(k, logits.shape[-1]), offset, noise, scale, None)[0]
 
 
 def merge(partials: Sequence[Partial], k: int) -> tuple[Tensor, Tensor]:
@@ -62,12 +79,10 @@ def compile_cases(capability: int) -> list[CompileCase]:
     arguments: dict[str, str | int] = {
         "logits": "*bf16",
         "seed": "*i64",
-        "position": "*i32",
-        "ids": "*i32",
-        "listed": "*i32",
+        **dict.fromkeys(("position", "origin", "ids", "listed"), "*i32"),
+        **dict.fromkeys(("D", "position_b", "scale_b", "weight_b"), 7),
         "found": "*i64",
         "offset": 0,
-        "D": 7,
         "v": 163840,
         "tiles": 40,
         "logits_b": 7 * 163840,
@@ -102,27 +117,29 @@ def _best(
     logits: Tensor,
     k: int,
     offset: int,
-    temperature: Tensor | None,
-    seed: Tensor | None,
-    position: Tensor | None,
+    noise: Noise,
+    scale: Tensor | None,
+    weight: Tensor | None,
 ) -> tuple[Partial, Tensor]:
-    """The k best of a slice of at least k tokens, and their log-softmax within the slice."""
+    """The k best of a slice of at least k tokens, and their log-softmax within the slice, weighted if a weight is given."""
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     B, D, v = logits.shape
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    device, coupled = logits.device, temperature is not None
+    device, coupled = logits.device, noise.temperature is not None
     value = torch.empty(B, D, k, dtype=wide, device=device)
     ids = torch.empty(B, D, k, dtype=torch.int32, device=device)
     lp = torch.empty(B, D, k, dtype=torch.float32, device=device)
     maximum, total = (torch.empty(B, D, dtype=wide, device=device) for _ in ("maximum", "total"))
-    noise = (temperature, seed, None if position is None else position.contiguous())
     outputs, strides = (value, ids, lp, maximum, total), (logits.stride(0), logits.stride(1))
+    factors = (*_by_depth(scale), *_by_depth(weight))
+    coupling = (noise.temperature, noise.seed, *_by_depth(noise.position), noise.start)
     if B * D == 0:
         return Partial(value, ids, maximum, total), lp
     if wide == torch.float64:
         tile = min(SCAN_TILE, triton.next_power_of_2(v))
-        scan[(B * D,)](logits, *noise, *outputs, offset, D, v, k, *strides, COUPLED=coupled, TILE=tile)
+        inputs = (logits, *coupling, *factors)
+        scan[(B * D,)](*inputs, *outputs, offset, D, v, k, *strides, COUPLED=coupled, TILE=tile)
         return Partial(value, ids, maximum, total), lp
     tokens = offset % 4 + v
     tiles = triton.cdiv(tokens, TILE)
@@ -135,7 +152,7 @@ def _best(
     listed = torch.empty(B * D, 2, sizes["ROOM"], dtype=torch.int32, device=device)
     found = torch.empty(B * D, sizes["ROOM"], dtype=torch.int64, device=device)
     stream[(B * D, tiles)](
-        *(logits, *noise, *between, offset, D, v, *strides),
+        *(logits, *coupling, *factors[:2], *between, offset, D, v, *strides),
         COUPLED=coupled,
         TILE=TILE,
         COARSE=sizes["COARSE"],
@@ -143,13 +160,22 @@ def _best(
         num_warps=_STREAM_WARPS[coupled],
     )
     select[(B * D,)](
-        *(logits, *noise, *between, listed, found, *outputs, offset, D, v, k, tiles, *strides),
+        *(logits, *coupling, *factors, *between, listed, found, *outputs, offset, D, v, k, tiles, *strides),
         COUPLED=coupled,
         TILE=TILE,
         num_warps=_SELECT_WARPS,
         **sizes,
     )
     return Partial(value, ids, maximum, total), lp
+
+
+def _by_depth(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """Numbers [B or 1, D] and how far apart the rows are."""
+    if x is None:
+        return None, 0
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    return x, x.stride(0) if x.shape[0] > 1 else 0
 
 
 def _sizes(k: int, tokens: int) -> dict[str, int]:

@@ -41,9 +41,13 @@ _STEP = tl.constexpr(32)  # keys that all others are compared with at a time
 @triton.jit
 def stream(
     logits,  # [B, D, v]
-    temperature,  # [B]
+    temperature,  # [B], or None
     seed,
-    position,  # [B, D]
+    position,  # [B, D], or None
+    position_b,
+    origin,  # [B], or None
+    scale,  # [B, D], or None
+    scale_b,
     coarse,  # [B * D, tiles * TILE / COARSE], maxima of groups of COARSE tokens
     fine,  # [B * D, tiles * TILE / FINE], likewise, if these are smaller
     maximum,  # [B * D, tiles]
@@ -64,10 +68,11 @@ def stream(
     column = first - offset + tl.arange(0, TILE)
     inside = (column >= 0) & (column < v)
     x = tl.load(logits + b * logits_b + d * logits_d + column, mask=inside, other=_NEVER).to(tl.float32)
+    x *= _factor(scale, scale_b, b, d)
     if COUPLED:
         t = tl.load(temperature + b)
         if t > 0:
-            bits = tile_bits(tl.load(seed + b), tl.load(position + row), first, TILE)
+            bits = tile_bits(tl.load(seed + b), _place(position, position_b, origin, b, d), first, TILE)
             x = x / t - approximate_log(approximate_rate(bits))
     of_fine, of_coarse, top, sums = _summary(x, TILE, COARSE, FINE)
     if (sums < float("inf")) == 0:  # NaN or an infinity among them
@@ -96,6 +101,12 @@ def select(
     temperature,
     seed,
     position,
+    position_b,
+    origin,
+    scale,
+    scale_b,
+    weight,  # [B, D], or None
+    weight_b,
     coarse,
     fine,
     tile_maximum,
@@ -138,8 +149,9 @@ def select(
     sums = tl.load(tile_total + row * tiles + tile, mask=tile < tiles, other=0.0)
     t, s, p = 0.0, tl.full([], 0, tl.int64), 0
     if COUPLED:
-        t, s, p = tl.load(temperature + b), tl.load(seed + b), tl.load(position + row)
+        t, s, p = tl.load(temperature + b), tl.load(seed + b), _place(position, position_b, origin, b, d)
 
+    a, w = _factor(scale, scale_b, b, d), _factor(weight, weight_b, b, d)
     low = _reached(tl.max(tl.reshape(peak, [GROUPS // CLASSES, CLASSES]), 0), k)
     if t > 0:  # the k-th best and a token that should be listed may both be off
         low -= 4 * RATE_ERROR + tl.abs(low) * 1e-6
@@ -163,7 +175,7 @@ def select(
             place, real = _members(listed, start, n_fine, CHUNK, FINE)
             column = base + place - offset
             real = real & (column >= 0) & (column < v)
-            x = tl.load(logits + column, mask=real, other=_NEVER).to(tl.float32)
+            x = tl.load(logits + column, mask=real, other=_NEVER).to(tl.float32) * a
             if COUPLED:  # noqa: SIM102 - t is known at run time only
                 if t > 0:
                     quad, _ = _members(listed, start, n_fine, CHUNK, FINE // 4)
@@ -180,7 +192,7 @@ def select(
         if COUPLED:  # noqa: SIM102
             if t > 0:
                 place = packed_index(tl.load(found + nth, mask=nth < n, other=_NO_KEY))
-                x = _value(logits, t, s, p, base + place - offset, offset, v, tl.float32, True)
+                x = _value(logits, a, t, s, p, base + place - offset, offset, v, tl.float32, True)
                 tl.debug_barrier()
                 tl.store(found + nth, packed(x, place), mask=nth < n)
                 tl.debug_barrier()
@@ -193,14 +205,20 @@ def select(
         all_sums = _softmax_sum(tops, sums, top)
         tl.store(value + row * k + rank, x, mask=kept)
         tl.store(ids + row * k + rank, base + packed_index(keys), mask=kept)
-        tl.store(lp + row * k + rank, log_softmax(x, top, all_sums), mask=kept)
+        score = log_softmax(x, top, all_sums)
+        if weight is not None:  # noqa: SIM102
+            if t > 0:
+                score = _weighted(score, kept, w)
+        tl.store(lp + row * k + rank, score, mask=kept)
         tl.store(maximum + row, top)
         tl.store(total + row, all_sums)
     elif t > 0:
-        scan_row(logits, t, s, p, value, ids, lp, maximum, total, row, offset, v, k, COUPLED, _SCAN_TILE)
+        scan_row(logits, a, t, s, p, value, ids, lp, maximum, total, row, offset, v, k, COUPLED, _SCAN_TILE)
+        if weight is not None:
+            _weigh_stored(lp + row * k, w, k)
     else:
         all_sums = _softmax_sum(tops, sums, top)
-        _one_by_one(logits, peak, value, ids, lp, row, top, all_sums, base, offset, v, k, COARSE)
+        _one_by_one(logits, a, peak, value, ids, lp, row, top, all_sums, base, offset, v, k, COARSE)
         tl.store(maximum + row, top)
         tl.store(total + row, all_sums)
 
@@ -248,7 +266,7 @@ def _softmax_sum(tops, sums, top):
 
 @triton.jit
 def _one_by_one(
-    logits, peak, value, ids, lp, row, top, total, base, offset, v, k, COARSE: tl.constexpr
+    logits, a, peak, value, ids, lp, row, top, total, base, offset, v, k, COARSE: tl.constexpr
 ):  # fmt: skip
     """The next best of the group with the best maximum, k times."""
     group = tl.arange(0, peak.shape[0])
@@ -260,7 +278,7 @@ def _one_by_one(
         place = at * COARSE + tl.arange(0, COARSE)
         column = base + place - offset
         real = (column >= 0) & (column < v)
-        own = packed(finite(tl.load(logits + column, mask=real, other=_NEVER).to(tl.float32)), place)
+        own = packed(finite(tl.load(logits + column, mask=real, other=_NEVER).to(tl.float32) * a), place)
         last = tl.max(tl.where(real & (own < last), own, _NO_KEY))
         after = tl.max(tl.where(real & (own < last), own, _NO_KEY))
         rest = packed(packed_value(after), at)
@@ -277,6 +295,12 @@ def scan(
     temperature,
     seed,
     position,
+    position_b,
+    origin,
+    scale,
+    scale_b,
+    weight,
+    weight_b,
     value,  # [B * D, k]
     ids,
     lp,
@@ -297,13 +321,18 @@ def scan(
     logits += b * logits_b + d * logits_d
     t, s, p = 0.0, tl.full([], 0, tl.int64), 0
     if COUPLED:
-        t, s, p = tl.load(temperature + b), tl.load(seed + b), tl.load(position + row)
-    scan_row(logits, t, s, p, value, ids, lp, maximum, total, row, offset, v, k, COUPLED, TILE)
+        t, s, p = tl.load(temperature + b), tl.load(seed + b), _place(position, position_b, origin, b, d)
+    a, w = _factor(scale, scale_b, b, d), _factor(weight, weight_b, b, d)
+    scan_row(logits, a, t, s, p, value, ids, lp, maximum, total, row, offset, v, k, COUPLED, TILE)
+    if weight is not None:  # noqa: SIM102
+        if t > 0:
+            _weigh_stored(lp + row * k, w, k)
 
 
 @triton.jit
 def scan_row(
     logits,
+    a,
     t,
     seed,
     position,
@@ -327,7 +356,7 @@ def scan_row(
         best, best_column = tl.full([], _NEVER, wide), _LAST
         for start in range(0, v, TILE):
             column = start + tl.arange(0, TILE)
-            x = _value(logits, t, seed, position, column, offset, v, wide, COUPLED)
+            x = _value(logits, a, t, seed, position, column, offset, v, wide, COUPLED)
             left = (column < v) & ((x < last) | ((x == last) & (column > last_column)))
             peak = tl.max(tl.where(left, x, _NEVER))
             at = tl.min(tl.where(left & (x == peak), column, _LAST))
@@ -337,7 +366,7 @@ def scan_row(
             top = best
             for start in range(0, v, TILE):
                 column = start + tl.arange(0, TILE)
-                x = _value(logits, t, seed, position, column, offset, v, wide, COUPLED)
+                x = _value(logits, a, t, seed, position, column, offset, v, wide, COUPLED)
                 sums += tl.sum(tl.exp(x - shift_of(top)))
         tl.store(value + row * k + rank, best)
         tl.store(ids + row * k + rank, offset + best_column)
@@ -385,6 +414,49 @@ def combine(
 
 
 @triton.jit
+def _factor(x, x_b, b, d):
+    """x[b, d], or 1 where there is none."""
+    factor = 1.0
+    if x is not None:
+        factor = tl.load(x + b * x_b + d)
+    return factor
+
+
+@triton.jit
+def _place(position, position_b, origin, b, d):
+    """The position that row d of request b is about."""
+    place = tl.load(position + b * position_b + d)
+    if origin is not None:
+        place += tl.load(origin + b)
+    return place
+
+
+@triton.jit
+def _weighted(lp, kept, weight):
+    """log softmax of weight * lp over the kept entries that are finite; others stay -inf. At most 0, in the order of lp."""
+    x = tl.where(kept, lp * weight, _NEVER)
+    top = shift_of(tl.max(x))
+    return (x - top) - tl.log(tl.maximum(tl.sum(tl.exp(x - top)), 1.0))
+
+
+@triton.jit
+def _weigh_stored(lp, weight, k):
+    """The same for k entries in memory, the largest first."""
+    tl.debug_barrier()
+    nth = tl.arange(0, _STEP)
+    top = shift_of(tl.load(lp) * weight)
+    total = tl.zeros([_STEP], tl.float32)
+    for start in range(0, k, _STEP):
+        total += tl.exp(tl.load(lp + start + nth, mask=start + nth < k, other=_NEVER) * weight - top)
+    shift = top + tl.log(tl.maximum(tl.sum(total), 1.0))
+    tl.debug_barrier()
+    for start in range(0, k, _STEP):
+        inside = start + nth < k
+        x = tl.load(lp + start + nth, mask=inside, other=_NEVER) * weight
+        tl.store(lp + start + nth, tl.minimum(x - shift, 0.0), mask=inside)
+
+
+@triton.jit
 def finite(x):
     return tl.where(tl.abs(x) < float("inf"), x, _NEVER)  # NaN compares false
 
@@ -402,8 +474,8 @@ def log_softmax(x, maximum, total):
 
 
 @triton.jit
-def _value(logits, t, seed, position, column, offset, v, wide: tl.constexpr, COUPLED: tl.constexpr):
-    x = tl.load(logits + column, mask=(column >= 0) & (column < v), other=_NEVER).to(wide)
+def _value(logits, a, t, seed, position, column, offset, v, wide: tl.constexpr, COUPLED: tl.constexpr):
+    x = tl.load(logits + column, mask=(column >= 0) & (column < v), other=_NEVER).to(wide) * a
     if COUPLED:  # noqa: SIM102 - t is known at run time only
         if t > 0:
             noise = gumbel(random_bits(seed, position, offset + column))
