@@ -9,7 +9,6 @@ log softmax(a l / max(T, T0)). The numbers belong to a drafter and are fitted to
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -55,7 +54,9 @@ class ScoreRule(BaseModel):
             return Scoring(factor, None)
         weight = None
         if self.noise is not None:
-            weight = torch.where(warm, temperature[:, None] * _on_device(self.noise, depth, warm.device), 1.0)
+            gamma = [*self.noise[:depth], *[self.noise[-1]] * (depth - len(self.noise))]
+            noise = temperature[:, None] * torch.tensor(gamma, device=warm.device)
+            weight = torch.where(warm, noise, 1.0)
         at = temperature if self.coldest is None else at
         noisy = self.sharpness * (temperature / at)[:, None] / (1.0 if weight is None else weight)
         return Scoring(torch.where(warm, noisy, factor), weight)
@@ -79,11 +80,3 @@ class Scoring:
 
 
 NEUTRAL = ScoreRule()
-
-
-@cache  # for good: recorded rounds read it
-def _on_device(noise: tuple[float, ...], depth: int, device: torch.device) -> Tensor:
-    """gamma of depths 1 to `depth` [depth] f32; made once, because a round must not wait for the host."""
-    gamma = [*noise[:depth], *[noise[-1]] * (depth - len(noise))]
-    with torch.inference_mode(False):
-        return torch.tensor(gamma, device=device)

@@ -23,22 +23,19 @@ def build_state(
 ) -> RoundState:
     """The state of a batch before its next round, on the host; called when the batch's members change."""
 
-    def column(values: list, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype)
-
     table = np.full((len(rows), max_pages), -1, np.int32)
     for line, row in zip(table, rows, strict=True):
         line[: len(row.pages)] = row.pages
     limits = Limits(
-        stop_ids=column(_padded([list(r.stop_ids) for r in rows], -1), torch.int32),
-        max_new=column([r.params.max_new_tokens - len(r.output) for r in rows], torch.int32),
-        context_left=column([max_context - r.n_tokens for r in rows], torch.int32),
+        stop_ids=_tensor(_padded([list(r.stop_ids) for r in rows], -1), np.int32),
+        max_new=_tensor([r.params.max_new_tokens - len(r.output) for r in rows], np.int32),
+        context_left=_tensor([max_context - r.n_tokens for r in rows], np.int32),
     )
     return RoundState(
-        root=column([r.root for r in rows], torch.int32),
-        prefix_len=column([r.n_tokens - 1 for r in rows], torch.int32),
+        root=_tensor([r.root for r in rows], np.int32),
+        prefix_len=_tensor([r.n_tokens - 1 for r in rows], np.int32),
         page_table=torch.from_numpy(table),
-        seed=column([r.seed for r in rows], torch.int64),
+        seed=_tensor([r.seed for r in rows], np.int64),
         params=_sample_params(rows, vocab_size),
         limits=limits,
         live=torch.ones(len(rows), dtype=torch.bool),
@@ -49,7 +46,7 @@ def _sample_params(rows: Sequence[Row], vocab_size: int) -> SampleParams:
     params = [r.params for r in rows]
 
     def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32)
+        return _tensor(values, np.float32)
 
     optional: dict[str, torch.Tensor] = {}
     if any(p.penalised for p in params):
@@ -69,18 +66,22 @@ def _sample_params(rows: Sequence[Row], vocab_size: int) -> SampleParams:
         ids = _padded([list(p.logit_bias) for p in params], -1)
         values = _padded([list(p.logit_bias.values()) for p in params], 0.0)
         optional |= {
-            "bias_ids": torch.tensor(ids, dtype=torch.int32),
-            "bias_values": torch.tensor(values, dtype=torch.float32),
+            "bias_ids": _tensor(ids, np.int32),
+            "bias_values": _tensor(values, np.float32),
         }
     if not any(p.filtered for p in params):
         optional["unfiltered"] = torch.ones(len(rows), dtype=torch.bool)
     return SampleParams(
         temperature=column([p.temperature for p in params]),
-        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int32),
+        top_k=_tensor([p.top_k for p in params], np.int32),
         top_p=column([p.top_p for p in params]),
         log_min_p=column([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params]),
         **optional,
     )
+
+
+def _tensor(values: list, dtype: type[np.generic]) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, dtype))  # in a sixth of the time that `torch.tensor` takes
 
 
 def _padded(rows: list, fill: float) -> list:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
@@ -22,15 +23,19 @@ class Placed(Generic[Record]):
 
     def __init__(self, like: Record, device: str) -> None:
         """Of these shapes and values; `like` is on the host."""
-        self._buffer = _joined(leaves(like)).to(device)
+        self._told = torch.empty(sum(map(_room, leaves(like))), dtype=torch.uint8)
+        self._parts = _parts(self._told, leaves(like))
+        self._buffer = torch.empty_like(self._told, device=device)
         self.record: Record = _with_leaves(like, iter(_parts(self._buffer, leaves(like))))
+        self.set(like)
 
     def set(self, values: Record) -> None:
         """Copy a record of the same shapes from the host. Returns before it has arrived, and `values` may change then."""
-        host = _joined(leaves(values))
-        if self._buffer.is_cuda:
-            host = host.pin_memory()  # from other memory the copy would wait for the rounds in flight
-        self._buffer.copy_(host, non_blocking=True)
+        for part, leaf in zip(self._parts, leaves(values), strict=True):
+            part.copy_(leaf)
+        # from other memory than pinned the copy would wait for the rounds in flight
+        told = self._told.pin_memory() if self._buffer.is_cuda else self._told
+        self._buffer.copy_(told, non_blocking=True)
 
     def kept(self) -> Tensor:
         """All that it holds now, for `restore`."""
@@ -42,11 +47,23 @@ class Placed(Generic[Record]):
 
 def leaves(record: object) -> list[Tensor]:
     """The tensors of a dataclass and of the dataclasses in it, in the order of their fields."""
+    found: list[Tensor] = []
+    _collect(record, found)
+    return found
+
+
+def _collect(record: object, found: list[Tensor]) -> None:
     if isinstance(record, Tensor):
-        return [record]
-    if not is_dataclass(record):
-        return []
-    return [leaf for f in fields(record) for leaf in leaves(getattr(record, f.name))]
+        found.append(record)
+    elif record is not None:
+        for name in _names(type(record)):
+            _collect(getattr(record, name), found)
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    """Of a dataclass's fields; none of anything else."""
+    return tuple(f.name for f in fields(kind)) if is_dataclass(kind) else ()
 
 
 def on_device(record: Record, device: str) -> Record:
@@ -59,21 +76,12 @@ def _with_leaves(record: Any, new: Iterator[Tensor]) -> Any:
     """The record with the next tensors of an iterator in the place of its own."""
     if isinstance(record, Tensor):
         return next(new)
-    if not is_dataclass(record) or isinstance(record, type):
-        return record
-    return replace(record, **{f.name: _with_leaves(getattr(record, f.name), new) for f in fields(record)})
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Their bytes in one tensor on the host, each at a multiple of `ALIGNED`."""
-    buffer = torch.empty(sum(map(_room, tensors)), dtype=torch.uint8)
-    for part, tensor in zip(_parts(buffer, tensors), tensors, strict=True):
-        part.copy_(tensor)
-    return buffer
+    names = _names(type(record))
+    return replace(record, **{n: _with_leaves(getattr(record, n), new) for n in names}) if names else record
 
 
 def _parts(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a buffer, of these shapes and types."""
+    """Views of a buffer, of these shapes and types, each at a multiple of `ALIGNED`."""
     starts = accumulate(map(_room, like), initial=0)
     return [
         buffer[at : at + x.nbytes].view(x.dtype).view(x.shape) for at, x in zip(starts, like, strict=False)

@@ -25,6 +25,7 @@ from draftwood.engine.sampling_params import SamplingParams
 from draftwood.models.layers import ramp
 from draftwood.models.target import TreeBatch
 from draftwood.round import RoundPlan, RoundState, Stages, build, decode_round, draft
+from draftwood.scores import ScoreRule, Scoring
 from draftwood.tree import DraftTree, from_parents, root_only
 
 
@@ -178,7 +179,8 @@ class Runner:
         )
         drafting, coupled = self.stages.drafting, self.stages.noise_coupled
         if drafting is not None:
-            state.scoring = drafting.rule.at(state.params.temperature, drafting.max_depth, coupled=coupled)
+            temperatures = tuple(row.params.temperature for row in rows)
+            state.scoring = _scoring(drafting.rule, temperatures, drafting.max_depth, coupled)
         return state
 
     def _best_of_three(self, run: Callable[[], object]) -> float:
@@ -209,6 +211,13 @@ class StageTimer:
 
 def _nothing() -> None:
     return None
+
+
+@lru_cache(maxsize=32)
+def _scoring(rule: ScoreRule, temperatures: tuple[float, ...], depth: int, coupled: bool) -> Scoring:
+    """Of rows of these temperatures, on the host; nobody writes it."""
+    with torch.inference_mode(False):
+        return rule.at(torch.tensor(temperatures), depth, coupled=coupled)
 
 
 @lru_cache(maxsize=8)
