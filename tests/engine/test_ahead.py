@@ -7,6 +7,7 @@ import pytest
 
 from draftwood import LLM, SamplingParams
 from draftwood.config import EngineConfig
+from draftwood.engine.graphs import GraphRunner
 from support.tiny import write_drafter, write_target
 
 PROMPTS = [[3, 4, 5], [6], list(range(1, 38)), [8, 9], [10, 11, 12, 13], [14, 15], list(range(1, 35))]
@@ -47,6 +48,20 @@ def test_same_outputs(llms, how):
     assert facts(outputs) == want
     llms[True].cache.check_integrity([])
     assert max(r.batch for o in outputs for r in o.rounds) > 1
+
+
+@pytest.mark.parametrize("how", [{"mode": "plain"}, {"budget": 8}], ids=str)
+def test_no_round_is_launched_in_vain(llms, monkeypatch, how):
+    """Where the round in flight may be the last of all, the engine waits for it; else it works ahead."""
+    seen, launch, collect = [], GraphRunner.launch, GraphRunner.collect
+    monkeypatch.setattr(GraphRunner, "launch", lambda self, plan: seen.append("launch") or launch(self, plan))
+    monkeypatch.setattr(
+        GraphRunner, "collect", lambda self, flight, **kw: seen.append("collect") or collect(self, flight, **kw)
+    )
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    (output,) = llms[True].generate([PROMPTS[0]], params, **how)
+    assert seen.count("launch") == seen.count("collect") == len(output.rounds)
+    assert seen[:3] == ["launch", "launch", "collect"]
 
 
 def test_events_add_up(llms):

@@ -263,8 +263,9 @@ class Engine:
 
         It may bring D + 1 tokens, and is taken to bring no more than twice what rounds of the request have brought so far.
         """
+        most = launched.plan.depth + 1
         return all(
-            self.scheduler.left(request) <= min(launched.plan.depth + 1, 2 * request.output.tokens_per_round)
+            self.scheduler.left(request) <= min(most, 2 * request.output.tokens_per_round or most)
             for request in launched.batch
         )
 

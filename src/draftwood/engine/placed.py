@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
-from functools import cache
 from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
@@ -60,10 +59,15 @@ def _collect(record: object, found: list[Tensor]) -> None:
             _collect(getattr(record, name), found)
 
 
-@cache
-def _names(kind: Any) -> tuple[str, ...]:
-    """Of a dataclass's fields; none of anything else."""
-    return tuple(f.name for f in fields(kind)) if is_dataclass(kind) else ()
+_NAMES: dict[type, tuple[str, ...]] = {}
+"""What `_names` has found: looking fields up takes longer than what is done with them."""
+
+
+def _names(kind: type) -> tuple[str, ...]:
+    """Of the fields of a dataclass; none of another type."""
+    if kind not in _NAMES:
+        _NAMES[kind] = tuple(f.name for f in fields(kind)) if is_dataclass(kind) else ()
+    return _NAMES[kind]
 
 
 def on_device(record: Record, device: str) -> Record:
