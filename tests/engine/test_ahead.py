@@ -56,7 +56,9 @@ def test_no_round_is_launched_in_vain(llms, monkeypatch, how):
     seen, launch, collect = [], GraphRunner.launch, GraphRunner.collect
     monkeypatch.setattr(GraphRunner, "launch", lambda self, plan: seen.append("launch") or launch(self, plan))
     monkeypatch.setattr(
-        GraphRunner, "collect", lambda self, flight, **kw: seen.append("collect") or collect(self, flight, **kw)
+        GraphRunner,
+        "collect",
+        lambda self, flight, **kw: seen.append("collect") or collect(self, flight, **kw),
     )
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     (output,) = llms[True].generate([PROMPTS[0]], params, **how)
