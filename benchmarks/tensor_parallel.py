@@ -56,8 +56,14 @@ def generate(llm: LLM, mode: Mode, sampler: str, tokens: int) -> tuple[list[list
 def exact(pair: list[Path], device: str, tokens: int, **ranks: Any) -> dict[str, list[list[int]]]:
     """Tokens in fp64, by setting."""
     kernels = dict.fromkeys(KERNELS, "torch")
+    found, began = {}, time.perf_counter()
     with LLM(*pair, dtype="float64", device=device, kernels=kernels, max_batch=1, **ranks) as llm:
-        return {name: generate(llm, mode, sampler, tokens)[0] for name, mode, sampler in settings()}
+        for name, mode, sampler in settings():
+            found[name] = generate(llm, mode, sampler, tokens)[0]
+            print(
+                f"fp64, {ranks.get('tp', 1)} ranks: {name}, {time.perf_counter() - began:.1f} s", flush=True
+            )
+    return found
 
 
 def timed(pair: list[Path], device: str, tokens: int, runs: int, **ranks: Any) -> dict[str, dict[str, Any]]:
@@ -75,6 +81,8 @@ def timed(pair: list[Path], device: str, tokens: int, runs: int, **ranks: Any) -
                 "fastest": rates[-1],
                 "runs": runs,
             }
+            rate = found[name]["tokens_per_second"]
+            print(f"{ranks.get('tp', 1)} ranks: {name}, {rate:.1f} tokens/s", flush=True)
     return found
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from draftwood import LLM, SamplingParams
-from draftwood.round import RoundPlan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,7 +66,7 @@ def test_a_round_waits_for_nobody(llms):
     for _ in range(3):
         engine.step()
     runner = engine.runner
-    plan = RoundPlan(16, engine.speculation.depth, engine.speculation.top_k)
+    plan = engine.speculation.plan(16)
     torch.cuda.set_sync_debug_mode("error")
     try:
         flights = [runner.launch(plan)]
