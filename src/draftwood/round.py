@@ -17,6 +17,7 @@ from draftwood.kernels import Kernels
 from draftwood.kernels.sample.params import SampleParams
 from draftwood.kernels.tree_accept import Accepted, Limits
 from draftwood.models.layers import ramp
+from draftwood.models.streams import beside
 from draftwood.models.target import Target, TargetOutput, TreeBatch
 from draftwood.parallel import same_tree
 from draftwood.scores import ScoreRule, Scoring
@@ -159,15 +160,15 @@ def commit(
 ) -> torch.Tensor:
     """Move the path into the pages, extend the drafter's context, advance the state; returns the round's table."""
     path, n_path = accepted.path, accepted.n_path
-    stages.kernels.commit_kv(
-        stages.latents.pages, output.latents, state.page_table, state.prefix_len, path, n_path
-    )
+    where = (state.page_table, state.prefix_len, path, n_path)
+    committed = beside(path, lambda: stages.kernels.commit_kv(stages.latents.pages, output.latents, *where))
     if stages.drafting is not None:
         features = stages.kernels.path_features(output.taps, path)
         stages.drafting.extend(features, state.page_table, state.prefix_len, n_path)
     if state.params.counts is not None:
         live = (accepted.emitted >= 0).to(state.params.counts.dtype)
         state.params.counts.scatter_add_(1, accepted.emitted.clamp(min=0).long(), live)
+    committed()
     limits = state.limits
     moved = (state.root, state.prefix_len, limits.max_new, limits.context_left, state.live)
     table: torch.Tensor = stages.kernels.advance(*moved, tree, accepted)

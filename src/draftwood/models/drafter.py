@@ -20,6 +20,7 @@ from draftwood.models.drafter_config import DrafterConfig, LayerAttention
 from draftwood.models.layers import MLP, Matrix, Packable, frozen, matrix, ramp
 from draftwood.models.packed import PackedMatrix
 from draftwood.models.rope import Rotary, YarnRule
+from draftwood.models.streams import beside
 from draftwood.models.target import Target
 from draftwood.models.weights import Take, Weights
 from draftwood.parallel import ALONE, Ranks
@@ -191,12 +192,15 @@ class Drafter(nn.Module):
             chunking will do.
         """
         c = self.config
+        B, N, heads = *features.shape[:2], self.n_kv_heads
+        tables = beside(
+            start, lambda: self.rotary(ramp(N, start.device).expand(B, N), self.norm.dtype, start)
+        )
         own = features.chunk(self.ranks.size, -1)[self.ranks.shard.rank].to(self.norm.dtype)
         x = self.ranks.all_reduce(self.fc(own.flatten(0, 1)))
         _, x = self.add_rms_norm(x, self.context_norm, c.rms_norm_eps)
         kv = self.qkv.keys_and_values(x).unflatten(-1, (2 * self.n_kv_heads, c.head_dim))  # [Ld, B N, ...]
-        B, N, heads = *features.shape[:2], self.n_kv_heads
-        cos, sin = self.rotary(ramp(N, x.device).expand(B, N), x.dtype, start)
+        cos, sin = tables()
         kv = self.qk_norm_rope(kv, None, self.k_norm, cos, sin, c.rms_norm_eps, 0, n_v=heads)
         by_token: Tensor = kv.view(len(kv), B, N, 2, heads, c.head_dim)
         return by_token
@@ -234,12 +238,13 @@ class Drafter(nn.Module):
             )
         slots = ramp(depth + 1, anchor.device)
         B, S = len(anchor), depth + 1
-        cos, sin = self.rotary(slots.expand(B, S), self.norm.dtype, context_len)
+        tables = beside(anchor, lambda: self.rotary(slots.expand(B, S), self.norm.dtype, context_len))
         x = embed(anchor, block=S, filler=c.mask_token_id).to(self.norm.dtype)  # [B S, d]
         if self.mask_embedding is not None:
             x = torch.where(slots.repeat(B)[:, None] == 0, x, self.mask_embedding)
         first, *others = (layer.attention_norm for layer in self.layers)
         x, h = self.add_rms_norm(x, first, c.rms_norm_eps)
+        cos, sin = tables()
         for i, (layer, next_norm) in enumerate(zip(self.layers, (*others, self.norm), strict=True)):
             context = (k_pages[i], v_pages[i], page_table, context_len)
             project = partial(self.qkv.layer, i)

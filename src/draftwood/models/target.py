@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,6 +33,7 @@ from draftwood.models.layers import (
     matrix,
 )
 from draftwood.models.rope import Rotary
+from draftwood.models.streams import beside
 from draftwood.models.vocabulary import SoftmaxPart, VocabularySlice
 from draftwood.models.weights import Progress, Take, Weights
 from draftwood.parallel import ALONE, Ranks
@@ -184,8 +186,9 @@ class MoE(Packable):
         if self.dense is not None and len(x) <= self.dense_rows:
             return (self.dense(x, *route(x, self.router, self.bias, **self.routing)),)
         experts, first = (getattr(self, name) for name in self.matrices), self.own.start
+        shared = None if self.shared is None else beside(x, partial(self.shared, x))
         routed = self.experts(x, self.router, self.bias, *experts, first_expert=first, **self.routing)
-        return (routed,) if self.shared is None else (routed, self.shared(x))
+        return (routed,) if shared is None else (routed, shared())
 
 
 class Layer(Fixable):
@@ -308,8 +311,8 @@ class Target(nn.Module):
             batch: what each slot sees.
             taps: layers whose output is wanted; the same layer may be asked for twice.
         """
+        tables = beside(depths, lambda: self.rotary(depths, self.dtype, batch.prefix_len))
         x = self.embed(tokens.flatten())  # [B T, d]
-        cos, sin = self.rotary(depths, x.dtype, batch.prefix_len)
         latents = x.new_empty(len(self.layers), *tokens.shape, self.config.latent_dim)
         attend = for_layers(
             self.attend, batch.page_table, batch.prefix_len, batch.ancestors, batch.n_slots, pages.shape[2]
@@ -317,6 +320,7 @@ class Target(nn.Module):
         tapped: dict[int, Tensor] = {}
         first, *others = (layer.attention_norm for layer in self.layers)
         x, h = self.add_rms_norm(x, first, self.config.rms_norm_eps)
+        cos, sin = tables()
         for i, (layer, next_norm) in enumerate(zip(self.layers, (*others, self.norm), strict=True)):
             x, added = layer(x, h, cos, sin, pages[i], attend, latents[i])
             x, h = self.add_rms_norm(x, next_norm, self.config.rms_norm_eps, *added)
