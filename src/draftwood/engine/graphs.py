@@ -124,7 +124,7 @@ class GraphRunner(Runner):
         """Decode these rows from the next round on. Rounds in flight may still be collected."""
         self.settle()
         self.begun += 1
-        self._rows = list(rows)
+        self._rows, self._logprobs = list(rows), most_logprobs(rows)
         state = self._padded(self._rows)
         self._now = self._hold(state)
         self._now.placed.set(state)
@@ -136,7 +136,7 @@ class GraphRunner(Runner):
             raise RuntimeError("no batch has begun")
         if plan.slots > 1:
             self.settle()
-        replay = self._round(self._now, plan, most_logprobs(self._rows))
+        replay = self._round(self._now, plan, self._logprobs)
         self._attach(self._now.ring)
         began = now(self.device)
         flight = self._send(replay(), began)

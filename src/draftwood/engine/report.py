@@ -22,43 +22,26 @@ class RoundReport:
     table: Tensor  # [B, 2 + 2 (D + 1) + 4 T] i32
     slots: int  # T
 
-    @property
-    def done(self) -> np.ndarray:  # [B]
-        return self._columns(0, 1)[:, 0]
+    def head(self, rows: int) -> tuple[list[list[int]], int]:
+        """done, n_slots, emitted and path of the first rows, -1 padded, in one list each; and D + 1."""
+        width = (self.table.shape[1] - 2 - 4 * self.slots) // 2
+        return self._columns(rows, 0, 2 + 2 * width).tolist(), width
 
-    @property
-    def n_slots(self) -> np.ndarray:  # [B]
-        return self._columns(1, 1)[:, 0]
+    def tokens(self, rows: int) -> np.ndarray:  # [rows, T]
+        return self._of_slots(rows, 4)
 
-    @property
-    def emitted(self) -> np.ndarray:  # [B, D + 1], -1 padded
-        return self._columns(2, self._path)
+    def parents(self, rows: int) -> np.ndarray:
+        return self._of_slots(rows, 3)
 
-    @property
-    def path(self) -> np.ndarray:  # [B, D + 1], -1 padded
-        return self._columns(2 + self._path, self._path)
+    def scores(self, rows: int) -> np.ndarray:  # [rows, T] f32, -inf at inert slots
+        return self._of_slots(rows, 1).view(np.float32)
 
-    @property
-    def tokens(self) -> np.ndarray:  # [B, T]
-        return self._of_slots(0)
+    def _of_slots(self, rows: int, last: int) -> np.ndarray:
+        """The `last`-last of the four blocks of slots."""
+        return self._columns(rows, self.table.shape[1] - last * self.slots, self.slots)
 
-    @property
-    def parents(self) -> np.ndarray:
-        return self._of_slots(1)
-
-    @property
-    def scores(self) -> np.ndarray:  # [B, T] f32, -inf at inert slots
-        return self._of_slots(3).view(np.float32)
-
-    @property
-    def _path(self) -> int:
-        return (self.table.shape[1] - 2 - 4 * self.slots) // 2
-
-    def _of_slots(self, which: int) -> np.ndarray:
-        return self._columns(2 + 2 * self._path + which * self.slots, self.slots)
-
-    def _columns(self, start: int, width: int) -> np.ndarray:
-        return np.asarray(self.table.numpy()[:, start : start + width])
+    def _columns(self, rows: int, start: int, width: int) -> np.ndarray:
+        return np.asarray(self.table.numpy()[:rows, start : start + width])
 
 
 @dataclass(frozen=True)
@@ -105,32 +88,38 @@ def row_results(
     rows: Sequence[Row], report: RoundReport, scores: TokenScores | None, *, trace: bool
 ) -> tuple[list[RowResult], np.ndarray]:
     """Row by row, for the first len(rows) rows of the batch, and exp of all their slots' scores; the report is on the host."""
-    done, n_slots, padded = report.done.tolist(), report.n_slots.tolist(), report.emitted
-    emitted = [row[:n] for row, n in zip(padded.tolist(), (padded >= 0).sum(1).tolist(), strict=True)]
-    chances = np.exp(report.scores[: len(rows)])  # inert slots score -inf
-    expected, logprobs = chances.sum(1).tolist(), _logprobs(rows, emitted, scores)
+    n = len(rows)
+    head, width = report.head(n)
+    emitted = [[token for token in line[2 : 2 + width] if token >= 0] for line in head]
+    if report.slots == 1:
+        chances, expected = np.ones((n, 1), np.float32), [1.0] * n
+    else:
+        chances = np.exp(report.scores(n))  # inert slots score -inf
+        expected = chances.sum(1).tolist()
+    logprobs = _logprobs(rows, emitted, scores)
+    traced = _traced(report, head, width, emitted) if trace else [None] * n
     results = [
-        RowResult(
-            emitted[b],
-            _DONE[done[b]],
-            n_slots[b],
-            expected[b],
-            logprobs[b],
-            _traced(report, b, n_slots[b], emitted[b]) if trace else None,
-        )
-        for b in range(len(rows))
+        RowResult(out, _DONE[line[0]], line[1], promised, lp, tree)
+        for line, out, promised, lp, tree in zip(head, emitted, expected, logprobs, traced, strict=True)
     ]
     return results, chances
 
 
-def _traced(report: RoundReport, b: int, n: int, emitted: list[int]) -> TracedTree:
-    return TracedTree(
-        report.tokens[b, :n].tolist(),
-        report.parents[b, :n].tolist(),
-        report.scores[b, :n].tolist(),
-        [slot for slot in report.path[b].tolist() if slot >= 0],
-        emitted,
-    )
+def _traced(
+    report: RoundReport, head: list[list[int]], width: int, emitted: list[list[int]]
+) -> list[TracedTree | None]:
+    n = len(head)
+    tokens, parents, scores = report.tokens(n), report.parents(n), report.scores(n)
+    return [
+        TracedTree(
+            tokens[b, : line[1]].tolist(),
+            parents[b, : line[1]].tolist(),
+            scores[b, : line[1]].tolist(),
+            [slot for slot in line[2 + width :] if slot >= 0],
+            emitted[b],
+        )
+        for b, line in enumerate(head)
+    ]
 
 
 def _logprobs(

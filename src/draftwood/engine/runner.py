@@ -64,6 +64,7 @@ class Runner:
         self.begun = 0
         """Batches begun so far."""
         self._rows: list[Row] = []
+        self._logprobs: int | None = None  # log-probabilities that serve all rows
         self._state: RoundState | None = None
 
     def prefill(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> Span:
@@ -109,7 +110,7 @@ class Runner:
         """Decode these rows from the next round on."""
         self.settle()
         self.begun += 1
-        self._rows = list(rows)
+        self._rows, self._logprobs = list(rows), most_logprobs(rows)
         state = self._state_of(self._rows, max_pages=-(-self.max_context // self.page_size))
         self._state = on_device(state, self.device)
 
@@ -135,7 +136,7 @@ class Runner:
         timer = StageTimer(self.device)
         result = decode_round(self.stages, self._state, plan, timer)
         with timer("accept"):
-            k = most_logprobs(self._rows)
+            k = self._logprobs
             scores = None if k is None else TokenScores.of(self.stages, result, k)
             report = RoundReport(result.table.cpu(), result.tree.T)
             rows, chances = row_results(self._rows, report, scores, trace=trace)
