@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from draftwood.cache.pools import DraftContext
+from draftwood.kernels import Kernels
 from draftwood.models.drafter import Drafter
 from draftwood.models.layers import ramp
 from draftwood.models.target import Target
@@ -35,10 +35,10 @@ class DFlashDrafting:
         drafter: Drafter,
         target: Target,
         context: DraftContext,
-        commit_kv: Callable[..., None],
+        kernels: Kernels,
         rule: ScoreRule = NEUTRAL,
     ) -> None:
-        self.drafter, self.target, self.context, self.commit_kv = drafter, target, context, commit_kv
+        self.drafter, self.target, self.context, self.kernels = drafter, target, context, kernels
         self.rule = rule
         self.taps: tuple[int, ...] = drafter.config.target_layer_ids
         self.max_depth: int = drafter.config.block_size - 1
@@ -92,7 +92,7 @@ class DFlashDrafting:
     ) -> None:
         kv = self.drafter.context(features, start).flatten(-3)  # [Ld, B, N, 2 Hkv hd]
         rows = ramp(features.shape[1], features.device).expand(features.shape[:2])
-        self.commit_kv(self.context.as_layers(), kv, page_table, start, rows, count)
+        self.kernels.commit_kv(self.context.as_layers(), kv, page_table, start, rows, count)
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,7 @@ class RingDrafting(DFlashDrafting):
         if features.shape[1] > 1 or ring is None:
             self._write(features, page_table, start, count)
             return
-        ring.start.copy_(torch.where(ring.count == 0, start, ring.start))
-        at = (ring.count % RING).long()[:, None, None].expand(-1, -1, features.shape[-1])
-        ring.features.scatter_(1, at, features)
-        ring.count.add_(1)
+        self.kernels.keep_features(ring.features, ring.start, ring.count, features, start)
 
     def catch_up(self) -> None:
         """Nothing: see `empty_ring`."""

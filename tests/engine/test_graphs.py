@@ -32,7 +32,7 @@ def runner_of(llm: LLM, kind: type[Runner]) -> Runner:
     """A runner over the LLM's pools, with drafting of its own."""
     stages = llm._runner(llm.drafting).stages
     old = stages.drafting
-    drafting = RingDrafting(old.drafter, old.target, old.context, old.commit_kv, old.rule)
+    drafting = RingDrafting(old.drafter, old.target, old.context, old.kernels, old.rule)
     stages = replace(stages, drafting=drafting if kind is GraphRunner else old)
     return kind(stages, page_size=PAGE, max_context=llm.max_context, device="cpu")
 

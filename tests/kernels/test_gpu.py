@@ -181,6 +181,7 @@ LARGE = {
     + [{"N": 96, "B": 3, "dim": 64}],
     "embed": [{"N": N, "block": block, "d": d} for N, block in ((1, 8), (130, 1)) for d in (384, 7168)],
     "path_features": [{"B": B, "K": K, "d": d} for B, K in ((1, 4), (9, 6)) for d in (384, 7168)],
+    "keep_features": [{"B": B, "F": F} for B, F in ((1, 4 * 384), (9, 6 * 7168))],
     "advance": [{"B": B, "T": T} for B, T in ((1, 32), (33, 130))],
 }
 
@@ -248,6 +249,7 @@ SANITIZED = {
     "rotary": [{"N": 5, "dim": 10}, {"N": 6, "B": 2, "dim": 10}],
     "embed": [{"N": 3, "V": 7, "d": 131, "block": 3}],
     "path_features": [{"K": 2, "B": 2, "T": 5, "S": 3, "d": 131}],
+    "keep_features": [{"B": 3, "R": 2, "F": 131}],
     "advance": [{"B": 3, "D": 2, "T": 33}],
 }
 """Ragged edges and garbage, where a wrong mask would reach outside."""

@@ -76,7 +76,7 @@ def test_the_training_forward_is_the_inference_forward(folders, pair64, sampled,
     for row in range(2):
         for a, anchor in enumerate(anchors[row].tolist()):
             context = DraftContext.allocate(2, 4, 16, 2, 8, dtype=torch.float64, device="cpu")
-            drafting = DFlashDrafting(engine, target, context, load_kernels("cpu").commit_kv)
+            drafting = DFlashDrafting(engine, target, context, load_kernels("cpu"))
             table = torch.arange(4, dtype=torch.int32)[None]
             n = torch.tensor([anchor], dtype=torch.int32)
             if anchor:

@@ -388,7 +388,7 @@ class LLM:
             device=self.device,
         )
         kind = RingDrafting if self.config.graphs else DFlashDrafting
-        return kind(drafter, self.target, context, self.kernels.commit_kv, rule)
+        return kind(drafter, self.target, context, self.kernels, rule)
 
     def _max_context(self) -> int:
         limit = self.target.config.max_position_embeddings

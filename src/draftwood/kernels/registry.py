@@ -33,6 +33,7 @@ KERNELS = (
     "linear",
     "embed",
     "path_features",
+    "keep_features",
     "advance",
     *BETWEEN_PRODUCTS,
 )
@@ -189,6 +190,7 @@ class Kernels:
     linear: Callable[..., Any]
     embed: Callable[..., Any]
     path_features: Callable[..., Any]
+    keep_features: Callable[..., Any]
     advance: Callable[..., Any]
     add_rms_norm: Callable[..., Any]
     mla_inputs: Callable[..., Any]

@@ -22,6 +22,7 @@ from draftwood.kernels.specialised import is_specialised, refusal
 
 IN_PLACE = {
     "commit_kv": ("pages",),
+    "keep_features": ("ring", "first", "count"),
     "advance": ("root", "prefix_len", "max_new", "context_left", "live"),
 }
 """Kernels that write some of their inputs: those, then what is returned if anything is, are the outputs compared."""
