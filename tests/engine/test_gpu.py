@@ -69,9 +69,10 @@ def test_a_round_waits_for_nobody(llms):
     plan = engine.speculation.plan(16)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        flights = [runner.launch(plan)]
-        runner.set_pages([(0, 0, engine.scheduler.active[0].pages[0])])
-        flights.append(runner.launch(plan))
+        with torch.inference_mode():  # as in a step
+            flights = [runner.launch(plan)]
+            runner.set_pages([(0, 0, engine.scheduler.active[0].pages[0])])
+            flights.append(runner.launch(plan))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for flight in flights:
