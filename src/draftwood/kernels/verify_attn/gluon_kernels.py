@@ -30,7 +30,7 @@ from draftwood.kernels.verify_attn.gluon_products import (
     rescale,
     scores,
 )
-from draftwood.kernels.verify_attn.gluon_share import bury, deliver, in_lanes_order, merge_share
+from draftwood.kernels.verify_attn.gluon_share import acquire, bury, deliver, in_lanes_order, merge_share
 
 
 @gluon.jit
@@ -86,14 +86,14 @@ def _attend(
     """Warpgroup W, over the tiles of a run."""
     _, told, barriers = shared
     sums = told[2]
-    q_free, _, _, _, _, done = barriers
+    q_free, _, _, _, _, done, _ = barriers
     RS: gl.constexpr = gl.SliceLayout(1, _score_layout())
     at, stop, each, total = planned_run(plans)
     b, prefix, n, tile_row, first, last, go_on, begin, units, whole = planned_segment(plans)
     fetch_masks(tree, b, n, tile_row, sizes)
     gdc_wait()
     launches_at = plans + gl.program_id(0) * FIELDS + 20 + W
-    launches = gl.load(launches_at)
+    launches = acquire(launches_at)
     bury(outputs, lengths, sizes, W, PROGRAMS)
     count = 0
     evens = 0
@@ -166,11 +166,13 @@ def _even(tile, sizes, tree, scale_log2, shared, evens, odds, GRAIN: gl.constexp
     """
     tiles, told, barriers = shared
     _, half, _, rope = tiles
-    _, _, free, _, ready, _ = barriers
+    _, _, free, _, ready, _, turn = barriers
     _, prefix, n, _, first, last = tile
     top, weight, acc = _start()
     s = gl.zeros([64, 64], gl.float32, _score_layout())
-    s = warpgroup_mma_wait(0, [scores(shared, evens & 1, 0, 0, 8 // GRAIN + 1, s, GRAIN)])
+    coming = scores(shared, evens & 1, 0, 0, 8 // GRAIN + 1, s, GRAIN)
+    mbarrier.arrive(turn, count=1)
+    s = warpgroup_mma_wait(0, [coming])
     for i in range(first, last, 2):
         s = hide(s, i, tile, sizes, tree)
         p, mass, top_0 = _weigh(s, top, scale_log2)
@@ -197,9 +199,9 @@ def _even(tile, sizes, tree, scale_log2, shared, evens, odds, GRAIN: gl.constexp
                 coming = scores(shared, evens & 1, 0, 0, AHEAD, s, GRAIN)
                 acc = warpgroup_mma_wait(AHEAD, [flying])
                 mbarrier.arrive(free[1], count=1)
-                s = warpgroup_mma_wait(
-                    0, [scores(shared, evens & 1, 0, AHEAD, 8 // GRAIN + 1, coming, GRAIN)]
-                )
+                coming = scores(shared, evens & 1, 0, AHEAD, 8 // GRAIN + 1, coming, GRAIN)
+                mbarrier.arrive(turn, count=1)
+                s = warpgroup_mma_wait(0, [coming])
             else:
                 acc = warpgroup_mma_wait(0, [flying])
                 mbarrier.arrive(free[1], count=1)
@@ -208,19 +210,23 @@ def _even(tile, sizes, tree, scale_log2, shared, evens, odds, GRAIN: gl.constexp
 
 @gluon.jit
 def _odd(tile, sizes, tree, scale_log2, shared, evens, odds, GRAIN: gl.constexpr):
-    """Warpgroup 1 over a tile's blocks, as `_even`."""
+    """Warpgroup 1 over a tile's blocks, as `_even`.
+
+    It takes its turn at scores when those of the even block are issued: then the queries are there, its scores do not
+    delay the others, and they fill the time of the other's softmax. It must not wait for what the even block's loads
+    arrive at: the left half of the buffer is freed without it, so that barrier may be two phases on before it looks.
+    """
     tiles, told, barriers = shared
     _, _, half, rope = tiles
-    _, full, _, free, ready, _ = barriers
+    _, _, _, free, ready, _, turn = barriers
     _, prefix, n, _, first, last = tile
     top, weight, acc = _start()
-    for j in gl.static_range(8 // GRAIN + 1):  # the first block's, which the queries came with
-        mbarrier.wait(full[j], evens & 1)
     for i in range(first, last - 1, 2):
         acc = warpgroup_mma_wait(
             0, [acc]
         )  # nothing to wait for, but ptxas then sees that `acc` is there to be rescaled
         s = gl.zeros([64, 64], gl.float32, _score_layout())
+        mbarrier.wait(turn, evens & 1)
         coming = scores(shared, odds & 1, 1, 0, 8 // GRAIN + 1, s, GRAIN)
         mbarrier.wait(ready[0], evens & 1)
         top_0 = told[0].load(top.type.layout)
@@ -329,11 +335,12 @@ def attend(
         gl.allocate_shared_memory(gl.float32, [64], flat),  # of an odd block's
         gl.allocate_shared_memory(gl.float32, [4, 64], flat),  # sums: of two tiles, of two warpgroups
     )
-    q_free, done = _barriers(2)
+    q_free, done, turn = _barriers(3)
     full = _barriers(2 * (8 // GRAIN + 1))
     left_free, right_free, ready = _barriers(2), _barriers(2), _barriers(2)
     mbarrier.init(q_free, count=2)
     mbarrier.init(done, count=2)
+    mbarrier.init(turn, count=1)
     for i in gl.static_range(2 * (8 // GRAIN + 1)):
         mbarrier.init(full[i], count=1)
     for i in gl.static_range(2):
@@ -342,7 +349,7 @@ def attend(
         mbarrier.init(ready[i], count=1)
     fence_async_shared()
     gdc_launch_dependents()
-    shared = (tiles, told, (q_free, full, left_free, right_free, ready, done))
+    shared = (tiles, told, (q_free, full, left_free, right_free, ready, done, turn))
     lengths = (prefix_len, n_slots)
     sizes = (B, T, H, M * PAGE)
     descs = (q_desc, kv_desc, tree_desc)

@@ -30,7 +30,7 @@ def produce(
     _, T, H, _ = sizes
     tiles, _, barriers = shared
     queries, left, right, rope = tiles
-    q_free, full, left_free, right_free, _, _ = barriers
+    q_free, full, left_free, right_free, _, _, _ = barriers
     q_desc, kv_desc, tree_desc = descs
     left = left._reinterpret(left.dtype, [8, 64, 64], rope.layout)
     right = right._reinterpret(right.dtype, [8, 64, 64], rope.layout)

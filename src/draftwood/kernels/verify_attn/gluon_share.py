@@ -85,7 +85,7 @@ def merge_share(outputs, arrivals, tile, span, sizes, launches, W: gl.constexpr)
     The code is kept short, for it runs once and is read from L2.
     """
     first, _, parts, _ = span
-    while _acquire(arrivals + first * 2 + W) < parts * (launches + 1):
+    while acquire(arrivals + first * 2 + W) < parts * (launches + 1):
         pass
     if parts <= 4:
         _merge_places(outputs, tile, span, sizes, W, 4, 2)
@@ -94,7 +94,7 @@ def merge_share(outputs, arrivals, tile, span, sizes, launches, W: gl.constexpr)
 
 
 @gluon.jit
-def _acquire(count):
+def acquire(count):
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [count], dtype=gl.int32, is_pure=False, pack=1
     )
