@@ -2,7 +2,8 @@
 
 Warpgroup w owns half w of the value columns, an accumulator of 64 x 256 in registers. Of a pair of blocks it scores block w,
 publishes those softmax weights and their reference in shared memory, and adds both blocks' weighted values to its half (the
-"seesaw" of FlashMLA: one's softmax runs beside the other's products). The even blocks have one buffer, the odd ones another,
+"seesaw" of FlashMLA: one's softmax runs beside the other's products; so the odd block's scores take their turn after the even
+one's). The even blocks have one buffer, the odd ones another,
 and a block's weights take the place of its rope columns, which nothing reads after its scores.
 
 Both operands of every product come from shared memory: ptxas before CUDA 13.3 can overwrite a register operand of an
