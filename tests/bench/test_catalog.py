@@ -63,7 +63,7 @@ def test_the_limit_spreads_evenly():
     ("chosen", "message"),
     [
         (Selection(kernels=("verify",)), "unknown kernel `verify`; known: .*verify_attn"),
-        (Selection(impls=("cuda",)), "unknown implementation `cuda`; known: .*torch"),
+        (Selection(impls=("hip",)), "unknown implementation `hip`; known: .*torch"),
         (Selection(axes={"Q": ("1",)}), "`-a Q`: none of"),
         (Selection(kernels=("tree_accept",), axes={"T": ("x",)}), "`-a T=x`: expected int"),
         (Selection(tags=("purple",)), "`--tag purple`"),

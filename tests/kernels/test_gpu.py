@@ -106,6 +106,14 @@ LARGE = {
             }  # whole tiles, tiles of 2 or 3, of 4, and of 17 programs
             for B, T, H, prefix in ((1, 65, 64, 30), (8, 9, 64, 1100), (4, 9, 64, 1024), (1, 9, 8, 1024))
         ),
+        *(
+            {"B": B, "T": T, "H": H, "prefix": prefix}  # clusters of every size, tiles of 16 and of 32 rows
+            for B, T, H, prefix in (
+                *((1, 8, 8, 64 * blocks) for blocks in (0, 2, 5, 16, 40)),
+                *((1, 32, 8, 64 * blocks) for blocks in (3, 17, 40)),
+                *((B, 32, 8, 1000) for B in (3, 4)),
+            )
+        ),
     ],
     "draft_attn": [
         *(
@@ -263,7 +271,7 @@ def served(cases):
     return [
         (case, impl)
         for case in cases
-        for impl in ("triton", "gluon")
+        for impl in ("triton", "gluon", "cuda")
         if exists(case.kernel, impl) and not refused(case, impl, CAPABILITY)
     ]
 

@@ -28,7 +28,7 @@ KIMI = Use(90, "bfloat16", 512, 64, 64)
 
 def test_hopper_gets_its_own_attention_for_what_that_is_made_for(monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr(specialised, "_triton", lambda: "3.6")
+    monkeypatch.setattr(specialised, "_version", {"triton": "3.6"}.get)
     chosen = load_kernels("cuda", use=KIMI)
     assert chosen.choices[KERNELS.index("verify_attn")].impl == "gluon"
     assert chosen.verify_attn is load("verify_attn", "gluon")
@@ -47,7 +47,7 @@ def test_hopper_gets_its_own_attention_for_what_that_is_made_for(monkeypatch):
 )
 def test_other_uses_go_to_the_portable_kernel_and_it_is_said_why(use, reason, monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr(specialised, "_triton", lambda: "3.6")
+    monkeypatch.setattr(specialised, "_version", {"triton": "3.6", "cuda-bindings": "13.0"}.get)
     choice = choose("verify_attn", "cuda", use=use)
     assert choice.impl == "triton"
     assert re.search(f"gluon {reason}", choice.reason)
@@ -64,8 +64,9 @@ def test_what_is_made_of_torch_operations_is_not_recorded(deterministic):
 
 
 def test_attention_of_another_triton(monkeypatch):
-    monkeypatch.setattr(specialised, "_triton", lambda: "3.8")
+    monkeypatch.setattr(specialised, "_version", {"triton": "3.8", "cuda-bindings": "13.0"}.get)
     assert "this is 3.8" in refusal("verify_attn", "gluon", KIMI)
+    assert refusal("verify_attn", "cuda", KIMI) is None
 
 
 def test_what_is_not_for_this_chip_refuses_a_direct_call():
@@ -85,7 +86,7 @@ def test_asked_for_by_name():
     ("requested", "message"),
     [
         ({"attention": "torch"}, "unknown kernel `attention`"),
-        ({"moe": "cuda"}, "unknown implementation `cuda` for kernel `moe`"),
+        ({"moe": "hip"}, "unknown implementation `hip` for kernel `moe`"),
         ({"moe": "ref"}, "the reference takes numpy arrays"),
     ],
 )

@@ -172,7 +172,7 @@ def read_peer(path: Path) -> Peer:
 
 @cache
 def _import_closure(names: tuple[str, ...]) -> list[Path]:
-    """Files of the modules and of everything under `draftwood.kernels` and `draftwood.tree` that they import."""
+    """Files of the modules and of everything under `draftwood.kernels` and `draftwood.tree` that they import or compile."""
     seen: dict[str, Path] = {}
     todo = list(names)
     while todo:
@@ -184,7 +184,9 @@ def _import_closure(names: tuple[str, ...]) -> list[Path]:
         if file is None:
             continue  # a name inside a module, not a module
         seen[name] = file
-        for node in ast.walk(ast.parse(seen[name].read_text())):
+        text = file.read_text()
+        seen |= {str(path): path for path in file.parent.glob("*.cu") if path.name in text}
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
                 todo += [a.name for a in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module:

@@ -43,6 +43,8 @@ IMPLEMENTATIONS = {
     "torch": "torch_impl",
     "triton": "triton_impl",
     "gluon": "gluon_impl",
+    "cuda": "cuda_impl",
+    "hopper": "hopper_impl",
     "torch_fixed": "torch_fixed",
     "triton_fixed": "triton_fixed",
 }
@@ -58,12 +60,16 @@ others choose, copy or draft, and no choice depends on a draft."""
 BY_ROW = tuple((kernel, "triton") for kernel in BETWEEN_PRODUCTS if kernel in DEPENDENT)
 """Ordinary implementations of these that compute every row by itself, so that they serve deterministic mode too."""
 
-_ORDER = {"cpu": ("torch",), "cuda": ("gluon", "triton", "torch")}
-"""Without "gluon" here it runs only where it is asked for by name."""
+_ORDER = {"cpu": ("torch",), "cuda": ("hopper", "gluon", "triton", "torch")}
+"""An implementation that is not here, such as "cuda", runs only where it is asked for by name."""
 
 _FIXED_ORDER = {"cpu": ("torch_fixed",), "cuda": ("triton_fixed", "triton", "torch_fixed")}
 _WHY = {
     ("cpu", "torch"): "runs anywhere; triton needs a GPU",
+    (
+        "cuda",
+        "hopper",
+    ): "made for this GPU, bfloat16 and latents of 512 + 64: few tiles in CUDA C++, others in Gluon",
     ("cuda", "gluon"): "made for this GPU, bfloat16 and latents of 512 + 64",
     ("cuda", "triton"): "the fastest there is for this GPU",
     ("cuda", "torch"): "no triton implementation yet",

@@ -29,12 +29,10 @@ def is_specialised(kernel: str, impl: str) -> bool:
     return (kernel, impl) in _RULES
 
 
-def _gluon_attention(use: Use) -> str | None:
-    triton = _triton()
+def _hopper(use: Use) -> str | None:
+    """What all attention made for Hopper asks for."""
     if use.capability != 90:
         return f"needs compute capability 9.0, this is {use.capability / 10}"
-    if triton != "3.6":
-        return f"is written for Triton 3.6, whose Gluon others do not understand; this is {triton}"
     if use.dtype != "bfloat16":
         return f"takes bfloat16, not {use.dtype}"
     if (use.value_dim, use.rope_dim) != (512, 64):
@@ -44,13 +42,32 @@ def _gluon_attention(use: Use) -> str | None:
     return None
 
 
-_RULES: Mapping[tuple[str, str], Callable[[Use], str | None]] = {("verify_attn", "gluon"): _gluon_attention}
+def _gluon_attention(use: Use) -> str | None:
+    triton = _version("triton")
+    if triton != "3.6":
+        return (
+            _hopper(use)
+            or f"is written for Triton 3.6, whose Gluon others do not understand; this is {triton}"
+        )
+    return _hopper(use)
+
+
+def _cuda_attention(use: Use) -> str | None:
+    if _version("cuda-bindings") is None:
+        return _hopper(use) or "needs the package cuda-bindings, which torch's wheels for CUDA bring along"
+    return _hopper(use)
+
+
+_RULES: Mapping[tuple[str, str], Callable[[Use], str | None]] = {
+    ("verify_attn", "gluon"): _gluon_attention,
+    ("verify_attn", "cuda"): _cuda_attention,
+}
 
 
 @cache
-def _triton() -> str:
-    """Its version without what comes after the second number."""
+def _version(package: str) -> str | None:
+    """Of an installed package, without what comes after the second number."""
     try:
-        return ".".join(version("triton").split(".")[:2])
+        return ".".join(version(package).split(".")[:2])
     except PackageNotFoundError:
-        return "not installed"
+        return None
