@@ -32,7 +32,7 @@ from draftwood.kernels.case import Case, make_case
 from draftwood.kernels.verify_attn.cases import DEFAULTS, KERNEL
 
 PEER = Path(__file__).parent / "peers" / "flashmla.py"
-OURS, PORTABLE = "gluon", "triton"
+OURS, PORTABLE = "hopper", "triton"
 
 Shape = tuple[int, int, int, int]
 """B, T, H and prefix."""

@@ -44,7 +44,7 @@ def test_the_peer_refuses_what_it_cannot_do(axes, message):
 
 
 def test_sixty_shapes():
-    jobs = script.jobs_of(("gluon", "triton", "peer:flash_mla"), list(script.GROUPS))
+    jobs = script.jobs_of(("hopper", "triton", "peer:flash_mla"), list(script.GROUPS))
     assert len({job.case for job in jobs}) == 60
     assert [len([j for j in jobs if j.cache == cache]) for cache in ("warm", "cold")] == [180, 88]
 
@@ -53,17 +53,17 @@ def test_a_line_has_ratio_interval_and_trouble():
     shape = (1, 32, 8, 16384)
     axes = dict(zip(("B", "T", "H", "prefix"), shape, strict=True))
     us = {
-        ("warm", "gluon"): 20.0,
+        ("warm", "hopper"): 20.0,
         ("warm", "triton"): 50.0,
         ("warm", "peer:flash_mla"): 30.0,
-        ("cold", "gluon"): 25.0,
+        ("cold", "hopper"): 25.0,
     }
     rows = [
         {"case": axes, "cache": cache, "impl": impl, "median_us": t, "status": "ok", "ceiling_share": 0.5}
         for (cache, impl), t in us.items()
     ]
     rows[1]["status"] = "noisy"
-    versus = [{"case": axes, "cache": "warm", "impl": "gluon", "ratio": 2 / 3, "low": 0.5, "high": 0.8}]
+    versus = [{"case": axes, "cache": "warm", "impl": "hopper", "ratio": 2 / 3, "low": 0.5, "high": 0.8}]
     suite = SimpleNamespace(rows=rows, versus=versus)
     lines = list(script.lines_of("one rank of eight", suite, "peer:flash_mla"))
     assert lines[1] == (

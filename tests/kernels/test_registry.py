@@ -31,6 +31,10 @@ def test_hopper_gets_its_own_attention_for_what_that_is_made_for(monkeypatch):
     monkeypatch.setattr(specialised, "_version", {"triton": "3.6"}.get)
     chosen = load_kernels("cuda", use=KIMI)
     assert chosen.choices[KERNELS.index("verify_attn")].impl == "gluon"
+    assert (
+        "hopper is cuda or gluon by shape, and cuda needs the package"
+        in chosen.choices[KERNELS.index("verify_attn")].reason
+    )
     assert chosen.verify_attn is load("verify_attn", "gluon")
     assert choose("verify_attn", "cuda", deterministic=True, use=KIMI).impl == "triton_fixed"
     assert choose("verify_attn", "cuda").impl == "triton"
@@ -50,6 +54,7 @@ def test_other_uses_go_to_the_portable_kernel_and_it_is_said_why(use, reason, mo
     monkeypatch.setattr(specialised, "_version", {"triton": "3.6", "cuda-bindings": "13.0"}.get)
     choice = choose("verify_attn", "cuda", use=use)
     assert choice.impl == "triton"
+    assert re.search(f"hopper is cuda or gluon by shape, and cuda {reason}", choice.reason)
     assert re.search(f"gluon {reason}", choice.reason)
     with pytest.raises(KernelUnavailableError, match=f"implementation `gluon` {reason}"):
         choose("verify_attn", "cuda", "gluon", use=use)
@@ -66,6 +71,7 @@ def test_what_is_made_of_torch_operations_is_not_recorded(deterministic):
 def test_attention_of_another_triton(monkeypatch):
     monkeypatch.setattr(specialised, "_version", {"triton": "3.8", "cuda-bindings": "13.0"}.get)
     assert "this is 3.8" in refusal("verify_attn", "gluon", KIMI)
+    assert "gluon is written for Triton 3.6" in refusal("verify_attn", "hopper", KIMI)
     assert refusal("verify_attn", "cuda", KIMI) is None
 
 

@@ -258,7 +258,11 @@ def _jobs(
         capability=capability_of(device),
     )
     usual = (
-        ("gluon", "triton", "torch") if gpu else ("torch", "ref") if chosen.suite == "small" else ("torch",)
+        ("hopper", "gluon", "triton", "torch")
+        if gpu
+        else ("torch", "ref")
+        if chosen.suite == "small"
+        else ("torch",)
     )
     jobs = select(catalog, chosen, usual, first_only=gpu and vs is None)
     if not jobs:

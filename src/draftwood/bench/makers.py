@@ -26,8 +26,8 @@ from draftwood.kernels.case import Case
 
 MOST_MAKERS = 12
 
-COMPILED = ("triton", "gluon")
-"""Implementations that are compiled ahead."""
+COMPILED = {"triton": "triton", "gluon": "gluon", "hopper": "gluon"}
+"""Implementations with kernels that are compiled ahead, and the one whose those are."""
 
 Gpu = tuple[int, int]
 """Compute capability, as Triton writes it, and number of multiprocessors."""
@@ -143,7 +143,7 @@ def _make(case: Case, impls: Sequence[str]) -> Made:
 
     _, tensors = generate(_catalog, case)
     packed = Packed.of(tensors)
-    return packed, {impl: _compile(case, impl, tensors) for impl in impls}
+    return packed, {impl: _compile(case, COMPILED[impl], tensors) for impl in impls}
 
 
 def _compile(case: Case, impl: str, tensors: dict[str, Any]) -> float:

@@ -58,9 +58,17 @@ def _cuda_attention(use: Use) -> str | None:
     return _hopper(use)
 
 
+def _attention_by_shape(use: Use) -> str | None:
+    for impl, rule in (("cuda", _cuda_attention), ("gluon", _gluon_attention)):
+        if why_not := rule(use):
+            return f"is cuda or gluon by shape, and {impl} {why_not}"
+    return None
+
+
 _RULES: Mapping[tuple[str, str], Callable[[Use], str | None]] = {
     ("verify_attn", "gluon"): _gluon_attention,
     ("verify_attn", "cuda"): _cuda_attention,
+    ("verify_attn", "hopper"): _attention_by_shape,
 }
 
 
