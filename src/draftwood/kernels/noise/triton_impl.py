@@ -6,13 +6,18 @@ fp32 stand-ins with a known error first (`approximate_rate`, `upper_bound`) and 
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 
 RATE_ERROR = tl.constexpr(2.0**-17)
 """-log(approximate_rate(bits)) differs from the fp64 value by less."""
 
 _UNIT = tl.constexpr(2.0**-32)
+_LN_2 = tl.constexpr(math.log(2))
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -84,18 +89,30 @@ def _split(x):
 @triton.jit
 def _log1p(exponent, f):
     """log(2^e * (1 + f)) of what `_split` gives; the polynomial is a minimax fit, 1.7e-7 from log1p(f) / f."""
-    p = 0.162225604 - 0.101068482 * f
-    p = 0.333350599 + f * (-0.249699086 + f * (0.199001685 + f * (-0.172508358 + f * p)))
-    return exponent.to(tl.float32) * 8.262958e-08 + f * (0.99999994 + f * (-0.500003636 + f * p))
+    p = tl.fma(_like(f, -0.101068482), f, _like(f, 0.162225604))
+    p = tl.fma(p, f, _like(f, -0.172508358))
+    p = tl.fma(p, f, _like(f, 0.199001685))
+    p = tl.fma(p, f, _like(f, -0.249699086))
+    p = tl.fma(p, f, _like(f, 0.333350599))
+    p = tl.fma(p, f, _like(f, -0.500003636))
+    p = tl.fma(p, f, _like(f, 0.99999994))
+    return tl.fma(exponent.to(tl.float32), _like(f, 8.262958e-08), f * p)
+
+
+@triton.jit
+def _like(x, constant):
+    return tl.full(x.shape, constant, tl.float32)
 
 
 @triton.jit
 def upper_bound(bits):
-    """f32, never below the noise by more than `RATE_ERROR`, and at most 0.06 above it where it is large, but for 2^-20.
+    """f32, never below the noise by more than `RATE_ERROR`, and hardly above it where it is large: -log(v); inf for bits of 0."""
+    return (32.0 - log2_of_bits(bits)) * _LN_2
 
-    It is -log(v) with v rounded down to 23 bits, by way of the floats in 1..2, and to no less than 2^-33; and the
-    logarithm is the chord through powers of two, which the bits of a float give.
-    """
-    v = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.0
-    v = tl.maximum(v, 1.1641532182693481e-10)
-    return (0x3F800000 - v.to(tl.int32, bitcast=True)).to(tl.float32) * 8.262958e-08  # log(2) / 2^23
+
+@triton.jit
+def log2_of_bits(bits):
+    """f32 log2 in two instructions, within 33 * 2^-22 and -inf of 0."""
+    if _INTERPRETED:
+        return tl.log2(bits.to(tl.float32))
+    return libdevice.fast_log2f(bits.to(tl.float32))

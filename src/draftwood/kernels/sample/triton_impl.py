@@ -22,6 +22,7 @@ from draftwood.tree import DraftTree
 _CAPACITY = 1024
 """Tokens among which a top-k cut is found without reading the row again."""
 _MOST_PARTS = 32
+_TILES = 2  # of a program of `survey`
 _PROGRAMS = 1024  # of `weigh`, unless there are more rows
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # the contract's steps round one by one
 _NO_KEY = -(2**63)
@@ -45,7 +46,7 @@ def sample(
     rows = B * T
     arguments = _arguments(logits, params, seed, position, tree, 0)
     arguments |= {"choice": choice, "status": status, "x_out": None, "winners": None}
-    _launch(survey, (rows, _tiles(V, 0)), arguments)
+    _launch(survey, (rows, triton.cdiv(_tiles(V, 0), _TILES)), arguments)
     _launch(pick, (rows,), arguments)
     if arguments["FILTERS"]:
         parts = min(_MOST_PARTS, triton.next_power_of_2(triton.cdiv(_PROGRAMS, rows)), arguments["BLOCKS"])
@@ -73,7 +74,7 @@ def partial(
         arguments = _arguments(logits, params, seed, position, tree, offset)
         status = torch.empty(B, dtype=torch.int32, device=device)
         arguments |= {"choice": None, "status": status, "x_out": x if filters else None, "winners": key}
-        _launch(survey, (B * T, _tiles(v, offset)), arguments)
+        _launch(survey, (B * T, triton.cdiv(_tiles(v, offset), _TILES)), arguments)
         _launch(pick, (B * T,), arguments)
     return Partial(key, x)
 
@@ -119,9 +120,9 @@ def compile_cases(capability: int) -> list[CompileCase]:
     sizes = {"T": 32, "V": V, "M": 8, "offset": 0, "v": V, "blocks": blocks}
     for every in (False, True) if capability == 90 else (True,):  # without extras it is less of the same
         for kernel, own in (
-            (survey, {}),
-            (pick, {"FILTERS": True, "BLOCKS": 512, "CAPACITY": _CAPACITY}),
-            *(() if every else ((pick, {"FILTERS": False, "BLOCKS": 512, "CAPACITY": _CAPACITY}),)),
+            (survey, {"TILES": _TILES}),
+            (pick, {"FILTERS": True, "BLOCKS": 512}),
+            *(() if every else ((pick, {"FILTERS": False, "BLOCKS": 512}),)),
             (weigh, {"BLOCKS": 512, "PARTS": _MOST_PARTS}),
             (settle, {"BLOCKS": 512, "CAPACITY": _CAPACITY, "PARTS": _MOST_PARTS}),
         ):
@@ -161,7 +162,7 @@ def _arguments(
         V = params.counts.shape[1]
     elif params.mask_bits is not None:
         V = 32 * params.mask_bits.shape[2]
-    sizes = {"tops": blocks, "bounds": blocks, "weights": tiles, "gathered_x": _CAPACITY}
+    sizes = {"tops": blocks, "bounds": blocks, "weights": blocks, "gathered_x": _CAPACITY}
     integers = {"listed": blocks, "n_listed": 1, "gathered_ids": _CAPACITY}
     made = [(sizes, torch.float32), (integers, torch.int32), ({"held": HELD}, torch.int64)]
     return {
@@ -179,6 +180,7 @@ def _arguments(
         "v": v,
         "blocks": blocks,
         "FILTERS": params.unfiltered is None,
+        "TILES": _TILES,
         "BLOCKS": triton.next_power_of_2(blocks),
         "CAPACITY": _CAPACITY,
         **_extras(params, tree),

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from draftwood.kernels.sample.triton_scores import BLOCK, processed, scores
-from draftwood.kernels.sample.triton_search import HELD, listed_tokens
+from draftwood.kernels.sample.triton_search import HELD, listed_tokens, of_blocks
 from draftwood.kernels.triton_ops import packed_index
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -68,11 +68,31 @@ def weight_beside(slot, y, peak):
 
 
 @triton.jit
+def weights_of_blocks(tops, weights, blocks, peak, BLOCKS: tl.constexpr):
+    """[BLOCKS] f32: sums of exp(x - peak) over each block, from sums relative to the block's largest x."""
+    top = of_blocks(tops, blocks, BLOCKS)
+    place = tl.arange(0, BLOCKS)
+    weight = tl.load(weights + place, mask=(place < blocks) & (top > _NEVER), other=0.0)
+    return weight * tl.exp(top - peak)
+
+
+@triton.jit
+def surely_kept(maybe, own, all_weight, p, peak):
+    """Whether top-p keeps a token. maybe: at least the weight of itself and of what comes before it; own: its weight."""
+    return maybe - own < p * all_weight - _error(all_weight, peak)
+
+
+@triton.jit
+def _error(all_weight, peak):
+    return all_weight * (_ERROR + tl.abs(peak) * _ROUNDING)
+
+
+@triton.jit
 def verdict(held, surely, maybe, own, all_weight, p, peak):
     """The best key that is surely kept or no key, and whether a better one is in doubt. own: the candidates' weights."""
-    target, error = p * all_weight, all_weight * (_ERROR + tl.abs(peak) * _ROUNDING)
-    kept = (maybe == own) | (maybe - own < target - error)  # the first of all is kept whatever the target
-    lost = surely > target + error
+    first = maybe == own  # of all: kept whatever the target
+    kept = first | surely_kept(maybe, own, all_weight, p, peak)
+    lost = surely > p * all_weight + _error(all_weight, peak)
     best = tl.max(tl.where(kept, held, _NO_KEY))
     return best, tl.max(tl.where(kept | lost, _NO_KEY, held)) > best
 

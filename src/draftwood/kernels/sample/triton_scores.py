@@ -73,32 +73,46 @@ def first_of_block(slot, block):
 
 
 @triton.jit
+def place_in_block(i):
+    """Of a block's i-th token: how far it is from the first one."""
+    return i // _STRIPE * _QUARTER + i % _STRIPE
+
+
+@triton.jit
 def tokens_of_block(slot, block):
     """[512], of a scalar."""
-    i = tl.arange(0, _BLOCK)
-    return first_of_block(slot, block) + i // _STRIPE * _QUARTER + i % _STRIPE
+    return first_of_block(slot, block) + place_in_block(tl.arange(0, _BLOCK))
 
 
 @triton.jit
 def tokens_of_blocks(slot, block, N: tl.constexpr):
     """[N * 512], of block [N]."""
-    i = tl.arange(0, _BLOCK)
-    token = first_of_block(slot, block)[:, None] + (i // _STRIPE * _QUARTER + i % _STRIPE)[None, :]
+    token = first_of_block(slot, block)[:, None] + place_in_block(tl.arange(0, _BLOCK))[None, :]
     return tl.reshape(token, [N * _BLOCK])
 
 
 @triton.jit
 def quads_of_blocks(slot, block, N: tl.constexpr):
     """[N * 128]: a quarter of every fourth of these tokens, which are multiples of 4 and have three more after them."""
-    i = tl.arange(0, _BLOCK // 4) * 4
-    token = first_of_block(slot, block)[:, None] + (i // _STRIPE * _QUARTER + i % _STRIPE)[None, :]
+    token = first_of_block(slot, block)[:, None] + place_in_block(tl.arange(0, _BLOCK // 4) * 4)[None, :]
     return tl.reshape(token // 4, [N * _BLOCK // 4])
 
 
 @triton.jit
+def by_block(x):
+    """[tiles, 4, 4, 128] of the values of whole tiles: the third axis tells blocks, the second and the last one what is in a block."""
+    return tl.reshape(x, [x.shape[0] // _TILE, _TILE // _QUARTER, _STRIPES, _STRIPE])
+
+
+@triton.jit
 def largest_of_blocks(x):
-    """[4] of the values [2048] of a tile."""
-    return tl.max(tl.max(tl.reshape(x, [_TILE // _QUARTER, _STRIPES, _STRIPE]), 0), 1)
+    """[tiles, 4] of what `by_block` returns."""
+    return tl.max(tl.max(x, 1), 2)
+
+
+@triton.jit
+def sums_of_blocks(x):
+    return tl.sum(tl.sum(x, 1), 2)
 
 
 @triton.jit

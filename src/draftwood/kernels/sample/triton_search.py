@@ -1,12 +1,13 @@
 """Which tokens of a row have the largest x + noise: blocks are looked into in the order of their upper bounds.
 
-`leader` and `leaders` rank tokens by approximate noise and tell whether that was enough; `search` does without.
+`leaders` ranks tokens by approximate noise and `in_doubt` tells whether that was enough; `search` does without.
 
 So the fp64 noise is computed for a few tokens of each row. It does not know why a token may be excluded.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import triton
@@ -18,18 +19,22 @@ from draftwood.kernels.noise.triton_impl import (
     approximate_rate,
     block_bits,
     gumbel,
+    log2_of_bits,
     random_bits,
     upper_bound,
 )
 from draftwood.kernels.sample.triton_scores import (
     BLOCK,
     first_of_block,
+    place_in_block,
+    processed,
     quads_of_blocks,
+    scaled,
     scores,
     tokens_of_block,
     tokens_of_blocks,
 )
-from draftwood.kernels.triton_ops import packed, packed_index, packed_value
+from draftwood.kernels.triton_ops import ordered, packed, packed_index, packed_value
 
 HELD = 4
 
@@ -37,6 +42,9 @@ _HELD = tl.constexpr(HELD)
 _BLOCK = tl.constexpr(BLOCK)
 _NEVER = tl.constexpr(float("-inf"))
 _NO_KEY = tl.constexpr(-(2**63))
+_NONE = tl.constexpr(-(2**31))
+_LOG2_E = tl.constexpr(math.log2(math.e))
+_LN_2 = tl.constexpr(math.log(2))
 _FULL = tl.constexpr(2**63 - 1)
 _LAST = tl.constexpr(0x7FFFFFFF)
 
@@ -58,79 +66,69 @@ def of_blocks(values, blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def leader(slot, bounds, blocks, BLOCKS: tl.constexpr):
-    """A key of the token with the largest x + noise (its value within `_slack`) or no key, and whether it may be another.
+def leaders(slot, tops, bounds, blocks, peak, least_gap, BLOCKS: tl.constexpr, N: tl.constexpr):
+    """[N] keys of the tokens that come first by bounds of their x + noise, and what no other token exceeds, as an integer.
 
-    The noise is approximate, and only the two blocks with the largest bounds are looked into.
+    The values of the keys are within `_slack`. Of the N blocks with the largest bounds, every token's bound is made; noise only for N
+    tokens. Bounds are rounded up to make room for an index, so that one integer reduction finds the largest and where it is.
     """
-    place = tl.arange(0, BLOCKS)
+    rank, place, at = tl.arange(0, N), tl.arange(0, BLOCKS), tl.arange(0, N * _BLOCK)
     bound = of_blocks(bounds, blocks, BLOCKS)
-    by_block = tl.where(place < blocks, packed(bound, place), _NO_KEY)
-    first = tl.max(by_block)
-    second = tl.max(tl.where(by_block < first, by_block, _NO_KEY))
-    pair = packed_index(tl.where((tl.arange(0, 2) == 0) | (second == _NO_KEY), first, second))
-    token = tokens_of_blocks(slot, pair, 2)
-    x = scores(slot, token)
+    if least_gap > _NEVER:
+        bound = tl.where(of_blocks(tops, blocks, BLOCKS) - peak >= least_gap, bound, _NEVER)
+    by_block, group = _indexed(bound, place, BLOCKS), tl.zeros([N], tl.int32)
+    for i in tl.static_range(N):
+        best = tl.max(by_block)
+        group = tl.where(rank == i, tl.where(best > _NONE, _index(best, BLOCKS), 1 << 20), group)
+        by_block = tl.where(by_block < best, by_block, _NONE)
+    elsewhere = _ceiling(tl.max(by_block), BLOCKS)
+    x = processed(slot, tokens_of_blocks(slot, group, N))
+    if least_gap > _NEVER:
+        x = tl.where(scaled(slot, x) - peak >= least_gap, x, _NEVER)
     if slot.scale > 0:
-        x += approximate_noise(slot, pair, 2)
-    keys = tl.where(x > _NEVER, packed(x, token), _NO_KEY)
-    best = tl.max(keys)
-    least = packed_value(best)  # NaN of no key
-    rivals = (keys < best) & False
+        bits = block_bits(slot.seed, slot.position, quads_of_blocks(slot, group, N), N * _BLOCK)
+        x = (tl.fma(x, _LOG2_E / slot.scale, -log2_of_bits(bits)) + 32.0) * _LN_2
+    by_token, token = _indexed(x, at, N * _BLOCK), tl.zeros([N], tl.int32)
+    for i in tl.static_range(N):
+        best = tl.max(by_token)
+        index = _index(best, N * _BLOCK)
+        block = tl.sum(tl.where(rank == index // _BLOCK, group, 0))
+        this = first_of_block(slot, block) + place_in_block(index % _BLOCK)
+        token = tl.where(rank == i, tl.where(best > _NONE, this, slot.end), token)
+        by_token = tl.where(by_token < best, by_token, _NONE)
+    y = scores(slot, token)
     if slot.scale > 0:
-        least -= 2 * _slack(least)
-        rivals = (keys < best) & (x >= least)
-    elsewhere = (by_block < second) & (bound >= least)
-    return best, tl.maximum(tl.max(rivals.to(tl.int32)), tl.max(elsewhere.to(tl.int32))) > 0
+        y -= approximate_log(approximate_rate(random_bits(slot.seed, slot.position, token)))
+    keys = tl.where(y > _NEVER, packed(y, token), _NO_KEY)
+    return keys, tl.maximum(elsewhere, _ceiling(tl.max(by_token), N * _BLOCK))
 
 
 @triton.jit
-def leaders(slot, bounds, blocks, peak, least_gap, BLOCKS: tl.constexpr):
-    """[4] keys of the three best tokens within a gap of the largest x, values within `_slack`, and whether they may be others.
-
-    Four blocks at a time, until the next one can't have one of the four best.
-    """
-    place, rank = tl.arange(0, BLOCKS), tl.arange(0, _HELD)
-    by_block = of_blocks(bounds, blocks, BLOCKS)
-    by_block = tl.where(by_block > _NEVER, packed(by_block, place), _NO_KEY)
-    held = tl.full([_HELD], _NO_KEY, tl.int64)
-    following = tl.max(by_block)
-    while _may_enter(following, tl.min(held)):
-        group = tl.zeros([_HELD], tl.int32)
-        for i in tl.static_range(_HELD):
-            group = tl.where(
-                rank == i, tl.where(following > _NO_KEY, packed_index(following), 1 << 20), group
-            )
-            by_block = tl.where(by_block < following, by_block, _NO_KEY)
-            following = tl.max(by_block)
-        token = tokens_of_blocks(slot, group, _HELD)
-        x = scores(slot, token)
-        stays = (x > _NEVER) & (x - peak >= least_gap)
-        keys = tl.where(stays, packed(x + approximate_noise(slot, group, _HELD), token), _NO_KEY)
-        for _ in tl.static_range(_HELD):
-            best = tl.max(keys)
-            held = _insert(held, best)
-            keys = tl.where(keys < best, keys, _NO_KEY)
-    value, worst = packed_value(held), tl.min(held)
-    least = 2 * _slack(value)
-    apart = tl.abs(value[:, None] - value[None, :]) > least[:, None]
-    clear = apart | (rank[:, None] == rank[None, :]) | (held == _NO_KEY)[:, None] | (held == _NO_KEY)[None, :]
-    return tl.where(held > worst, held, _NO_KEY), tl.min(clear.to(tl.int32)) == 0
+def _indexed(bound, index, SIZE: tl.constexpr):
+    """i32 in the order of the bounds rounded up, then of smaller indices; SIZE, a power of two, is above all indices."""
+    return tl.where(bound > _NEVER, (ordered(bound) | (SIZE - 1)) - index, _NONE)
 
 
 @triton.jit
-def _may_enter(key, worst):
-    """Whether a block of this key can have a token better than the worst held, whose value is approximate."""
-    value = packed_value(worst)  # NaN of no key
-    return (key > _NO_KEY) & ((worst == _NO_KEY) | (packed_value(key) >= value - 2 * _slack(value)))
+def _index(key, SIZE: tl.constexpr):
+    return SIZE - 1 - (key & (SIZE - 1))
 
 
 @triton.jit
-def approximate_noise(slot, block, N: tl.constexpr):
-    """[N * 512], of block [N]."""
-    quad = quads_of_blocks(slot, block, N)
-    bits = block_bits(slot.seed, slot.position, quad, N * _BLOCK)
-    return -approximate_log(approximate_rate(bits))
+def _ceiling(key, SIZE: tl.constexpr):
+    return tl.where(key > _NONE, key | (SIZE - 1), _NONE)
+
+
+@triton.jit
+def in_doubt(slot, keys, rest, wanted):
+    """Whether the order of the keys of `leaders`, or which are the `wanted` best tokens, may be another than it seems."""
+    value = packed_value(keys)  # NaN of no key
+    slack = tl.where(slot.scale > 0, 2 * _slack(value), 0.0)
+    close = (tl.abs(value[:, None] - value[None, :]) <= slack[:, None]) & (keys[:, None] != keys[None, :])
+    ranked = (slot.scale > 0) & (tl.max(tl.max(close.to(tl.int32), 1)) > 0)  # else ids decide between equals
+    better = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
+    last = tl.max(tl.where((keys > _NO_KEY) & (better == wanted - 1), ordered(value - slack), _NONE))
+    return ranked | ((rest > _NONE) & (rest >= last))
 
 
 @triton.jit
