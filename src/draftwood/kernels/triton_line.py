@@ -16,16 +16,30 @@ LOWEST = tl.constexpr(-3.4028234e38)
 
 @triton.jit
 def run_start(program, total, programs):
-    """Where a program's run of a line of `total` units starts; it ends where the next one's starts."""
+    """floor(program total / programs), where a program's run of a line of `total` units starts; it ends where the next one's starts.
+
+    Up to 1024 programs. In 32 bits, with one division of integers: products would not fit, and a division of 64 bits is a
+    hundred instructions in a row.
+    """
     active = tl.minimum(tl.maximum(total, 1), programs)
-    return (tl.minimum(program, active).to(tl.int64) * total // active).to(tl.int32)
+    program = tl.minimum(program, active)
+    share = total // active
+    return program * share + _quotient(program * (total - share * active), active)
+
+
+@triton.jit
+def _quotient(a, b):
+    """a // b for 0 <= a < 2^20 and b <= 1024: a half keeps off integers by more than the division may err."""
+    return ((a.to(tl.float32) + 0.5) / b.to(tl.float32)).to(tl.int32)
 
 
 @triton.jit
 def owner(at, total, programs):
     """The program whose run holds a unit: the inverse of `run_start`."""
     active = tl.minimum(tl.maximum(total, 1), programs)
-    return (((at + 1).to(tl.int64) * active - 1) // tl.maximum(total, 1)).to(tl.int32)
+    near = (at.to(tl.float32) * active.to(tl.float32) / tl.maximum(total, 1).to(tl.float32)).to(tl.int32)
+    before = run_start(near, total, programs) <= at  # it is this one or a neighbour
+    return near - 1 + before.to(tl.int32) + (run_start(near + 1, total, programs) <= at).to(tl.int32)
 
 
 @triton.jit
@@ -72,9 +86,10 @@ def merge(
     top = tl.full([ROWS], LOWEST, tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    first_part = part_slot(first, tile_start, total, programs)  # the others' runs start in the tile
     for start in range(first, last + 1, PARTS):
         program = start + tl.arange(0, PARTS)
-        part = part_slot(program, tile_start, total, programs)[:, None] * BLOCK_M + row[None, :]
+        part = tl.where(program == first, first_part, program.to(tl.int64) * 2)[:, None] * BLOCK_M + row[None, :]
         some = (program <= last)[:, None] & (row >= 0)[None, :]
         log2_sum = tl.load(part_lse + part, mask=some, other=-float("inf"))
         value = part_o + part[:, :, None] * WIDTH + col[None, None, :]
