@@ -20,6 +20,11 @@ class Chip:
         return SHARED_LIMIT[max(c for c in SHARED_LIMIT if c <= max(self.capability, min(SHARED_LIMIT)))]
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a launch may begin before the one ahead of it has ended: see `triton_overlap`."""
+        return self.capability >= 90
+
+    @property
     def has_wgmma(self) -> bool:
         return self.capability // 10 == 9
 

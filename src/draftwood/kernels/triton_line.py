@@ -89,7 +89,9 @@ def merge(
     first_part = part_slot(first, tile_start, total, programs)  # the others' runs start in the tile
     for start in range(first, last + 1, PARTS):
         program = start + tl.arange(0, PARTS)
-        part = tl.where(program == first, first_part, program.to(tl.int64) * 2)[:, None] * BLOCK_M + row[None, :]
+        part = (
+            tl.where(program == first, first_part, program.to(tl.int64) * 2)[:, None] * BLOCK_M + row[None, :]
+        )
         some = (program <= last)[:, None] & (row >= 0)[None, :]
         log2_sum = tl.load(part_lse + part, mask=some, other=-float("inf"))
         value = part_o + part[:, :, None] * WIDTH + col[None, None, :]

@@ -53,7 +53,7 @@ def draft_attn(
     lengths = context_len.contiguous()
     sizes = {"B": B, "S": S, "Hkv": Hkv, "M": page_table.shape[1], "programs": programs}
     sizes["window"] = window or 0
-    attend, merge = _constexprs(tiles, B, Hq // Hkv, hd, page, causal, window is not None)
+    attend, merge = _constexprs(chip, tiles, B, Hq // Hkv, hd, page, causal, window is not None)
     triton_kernels.attend[(programs,)](
         *(q, k_pages, v_pages, page_table.contiguous(), lengths),
         *(block_k, block_v, out, part_o, part_lse, scale * _LOG2_E),
@@ -65,7 +65,11 @@ def draft_attn(
     )
     grid = (triton.cdiv(S * Hq // Hkv, _MERGE_ROWS), Hkv, B)
     triton_kernels.merge_parts[grid](
-        *(lengths, out, part_o, part_lse), **sizes, **merge, num_warps=_MERGE_WARPS
+        *(lengths, out, part_o, part_lse),
+        **sizes,
+        **merge,
+        num_warps=_MERGE_WARPS,
+        launch_pdl=chip.overlaps,
     )
     return out
 
@@ -145,7 +149,7 @@ def _compile_cases(
 ) -> list[CompileCase]:
     Hkv = 8
     tiles = choose_tiles(chip, 4 if item == "fp32" else 2, S * group, hd, page)
-    attend, merge = _constexprs(tiles, B, group, hd, page, causal, window is not None)
+    attend, merge = _constexprs(chip, tiles, B, group, hd, page, causal, window is not None)
     outputs: dict[str, Any] = {"out": f"*{item}", "part_o": "*fp32", "part_lse": "*fp32"}
     sizes = {"B": B, "S": S, "Hkv": Hkv, "M": 65, "programs": chip.n_sms * tiles.programs}
     sizes["window"] = window or 0
@@ -173,10 +177,17 @@ def _strides(q: Any, k: Any, v: Any, block_k: Any, block_v: Any) -> dict[str, in
 
 
 def _constexprs(
-    tiles: Tiles, B: int, group: int, hd: int, page: int, causal: bool, windowed: bool
+    chip: Chip, tiles: Tiles, B: int, group: int, hd: int, page: int, causal: bool, windowed: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compile-time arguments of `attend` and of `merge_parts`."""
-    both = {"GROUP": group, "HD": hd, "HD_PAD": tiles.width, "PAGE": page, "WINDOW": windowed}
+    both = {
+        "OVERLAP": chip.overlaps,
+        "GROUP": group,
+        "HD": hd,
+        "HD_PAD": tiles.width,
+        "PAGE": page,
+        "WINDOW": windowed,
+    }
     both |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "B_PAD": max(2, triton.next_power_of_2(B))}
     return {**both, "CAUSAL": causal, "STAGES": tiles.num_stages}, {
         **both,

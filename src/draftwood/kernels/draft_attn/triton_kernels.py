@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from draftwood.kernels.triton_line import LOWEST, finish, merge, owner, part_slot, run_start
+from draftwood.kernels.triton_overlap import await_previous, begin_next
 
 
 @triton.jit
@@ -100,7 +101,9 @@ def attend(
     BLOCK_N: tl.constexpr,
     B_PAD: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_next(OVERLAP)
     program = tl.program_id(0)
     row_tiles = tl.cdiv(S * GROUP, BLOCK_M)
     tiles = Hkv * row_tiles
@@ -219,6 +222,7 @@ def merge_parts(
     B_PAD: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Combine the partial results of ROWS rows of one tile."""
     row_tiles = tl.cdiv(S * GROUP, BLOCK_M)
@@ -233,6 +237,7 @@ def merge_parts(
     tile_start = _at(line[3], b, B_PAD) - blocks * (tiles - tile)
     first = owner(tile_start, total, programs)
     last = owner(tile_start + blocks - 1, total, programs)
+    await_previous(OVERLAP)
     if first < last:
         merged = merge(
             *(part_o, part_lse, first, last, tile_start, total, programs),

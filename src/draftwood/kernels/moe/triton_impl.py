@@ -16,6 +16,7 @@ from torch import Tensor
 from draftwood.kernels.chip import Chip, chip_of
 from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.moe import triton_kernels
+from draftwood.kernels.triton_overlap import overlapped
 
 _ROUTER_TILE = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128}
 _MOST_SPLITS = 16
@@ -59,7 +60,8 @@ def run(
     N, d = x.shape
     E, _, I = down.shape
     pairs = N * top_k
-    tile = choose_tile(chip_of(x.device), x.element_size(), (planned_for or N) * top_k, E)
+    chip = chip_of(x.device)
+    tile = choose_tile(chip, x.element_size(), (planned_for or N) * top_k, E)
     hidden = torch.empty((pairs, I), dtype=x.dtype, device=x.device)
     outputs = torch.empty((pairs, d), dtype=torch.float32, device=x.device)
     if len(router) > E:
@@ -68,7 +70,7 @@ def run(
     alone = N == 1 and planned_for is None
     order, tile_expert = put_in_order(experts, tile, E, alone=alone)
     tiles = len(tile_expert)
-    launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    launch = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **overlapped(chip)}
     triton_kernels.gate_up[(tiles, triton.cdiv(I, tile.block_n))](
         *(x, gate_up, hidden, order, tile_expert, pairs, d, I),
         *(x.stride(0), gate_up.stride(0), gate_up.stride(1)),
@@ -108,17 +110,21 @@ def route(
     _check_rows(x=x, router=router)
     N, d = x.shape
     E = len(router)
-    splits, d_split = _router_splits(chip_of(x.device), planned_for or N, E, d)
+    chip = chip_of(x.device)
+    splits, d_split = _router_splits(chip, planned_for or N, E, d)
     parts = torch.empty((splits, N, E), dtype=torch.float32, device=x.device)
     weights = torch.empty((N, top_k), dtype=torch.float32, device=x.device)
     experts = torch.empty((N, top_k), dtype=torch.int32, device=x.device)
     grid = (triton.cdiv(N, _ROUTER_TILE["BLOCK_M"]), triton.cdiv(E, _ROUTER_TILE["BLOCK_N"]), splits)
     triton_kernels.logits[grid](
-        *(x, router, parts, N, E, d, x.stride(0), router.stride(0), d_split), **_ROUTER_TILE
+        *(x, router, parts, N, E, d, x.stride(0), router.stride(0), d_split),
+        **_ROUTER_TILE,
+        OVERLAP=chip.overlaps,
     )
     triton_kernels.select[(N,)](
         *(parts, bias.contiguous(), weights, experts, N, E, float(scaling)),
         **_select_constexprs(splits, E, top_k, n_group, topk_group, norm_topk_prob),
+        **overlapped(chip),
     )
     return weights, experts
 
@@ -141,7 +147,9 @@ def put_in_order(experts: Tensor, tile: Tile, E: int, *, alone: bool) -> tuple[T
     order = torch.empty(tiles * tile.block_m, dtype=torch.int32, device=experts.device)
     tile_expert = torch.empty(tiles, dtype=torch.int32, device=experts.device)
     triton_kernels.align[(E,)](
-        *(experts, order, tile_expert, pairs, tiles), **_align_constexprs(tile, pairs, E)
+        *(experts, order, tile_expert, pairs, tiles),
+        **_align_constexprs(tile, pairs, E),
+        **overlapped(chip_of(experts.device)),
     )
     return order, tile_expert
 
@@ -151,7 +159,10 @@ def combine(outputs: Tensor, N: int, dtype: torch.dtype) -> Tensor:
     d = outputs.shape[1]
     out = torch.empty((N, d), dtype=dtype, device=outputs.device)
     triton_kernels.combine[(N, triton.cdiv(d, _COMBINE_BLOCK))](
-        outputs, out, d, TOP_K=len(outputs) // N, BLOCK=_COMBINE_BLOCK
+        *(outputs, out, d),
+        TOP_K=len(outputs) // N,
+        BLOCK=_COMBINE_BLOCK,
+        **overlapped(chip_of(outputs.device)),
     )
     return out
 
@@ -223,7 +234,8 @@ def _product_cases(chip: Chip, item: str, N: int, E: int, d: int, I: int) -> lis
     first |= {"x_n": d, "weight_e": 2 * I * d, "weight_i": d}
     second = {"hidden": f"*{item}", "weight": f"*{item}", "routing": "*fp32", "outputs": "*fp32", **order}
     second |= {"weight_e": I * d, "weight_d": I}
-    shape, launch = {"ALONE": N == 1, **tile.constexprs()}, (tile.num_warps, tile.num_stages)
+    shape = {"ALONE": N == 1, "OVERLAP": chip.overlaps, **tile.constexprs()}
+    launch = (tile.num_warps, tile.num_stages)
     name = f"{item} {N} tokens"
     return [
         CompileCase(f"gate_up {name}", triton_kernels.gate_up, first, {"TOP_K": top_k, **shape}, *launch),
@@ -234,6 +246,7 @@ def _product_cases(chip: Chip, item: str, N: int, E: int, d: int, I: int) -> lis
 def _routing_cases(chip: Chip, N: int, E: int, n_group: int) -> list[CompileCase]:
     d, top_k = 2048, 8
     pairs = N * top_k
+    overlap = {"OVERLAP": chip.overlaps}
     splits, d_split = _router_splits(chip, N, E, d)
     tile = choose_tile(chip, 2, pairs, E)
     name = f"{N} tokens, {n_group} groups"
@@ -245,16 +258,21 @@ def _routing_cases(chip: Chip, N: int, E: int, n_group: int) -> list[CompileCase
     placing |= {"pairs": "i32", "tiles": "i32"}
     summing: dict[str, Any] = {"outputs": "*fp32", "out": "*bf16", "d": d}
     return [
-        CompileCase(f"logits {name}", triton_kernels.logits, product, _ROUTER_TILE),
+        CompileCase(f"logits {name}", triton_kernels.logits, product, _ROUTER_TILE | overlap),
         CompileCase(
             f"select {name}",
             triton_kernels.select,
             choice,
-            _select_constexprs(splits, E, top_k, n_group, min(4, n_group), True),
+            _select_constexprs(splits, E, top_k, n_group, min(4, n_group), True) | overlap,
         ),
-        CompileCase(f"align {name}", triton_kernels.align, placing, _align_constexprs(tile, pairs, E)),
         CompileCase(
-            f"combine {name}", triton_kernels.combine, summing, {"TOP_K": top_k, "BLOCK": _COMBINE_BLOCK}
+            f"align {name}", triton_kernels.align, placing, _align_constexprs(tile, pairs, E) | overlap
+        ),
+        CompileCase(
+            f"combine {name}",
+            triton_kernels.combine,
+            summing,
+            {"TOP_K": top_k, "BLOCK": _COMBINE_BLOCK} | overlap,
         ),
     ]
 

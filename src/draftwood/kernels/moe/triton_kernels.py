@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from draftwood.kernels.triton_overlap import await_previous, begin_next
+
 
 @triton.jit(do_not_specialize=["N"])
 def logits(
@@ -20,8 +22,10 @@ def logits(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """x router^T over one part of d."""
+    begin_next(OVERLAP)
     n = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     e = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     start = tl.program_id(2) * d_split
@@ -60,8 +64,11 @@ def select(
     G_PAD: tl.constexpr,
     S_PAD: tl.constexpr,  # at least E / N_GROUP
     K_PAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One token's experts, by biased score descending, equal ones by index. NaN counts as -inf."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     n = tl.program_id(0).to(tl.int64)
     size = E // N_GROUP
     g = tl.arange(0, G_PAD)
@@ -110,8 +117,11 @@ def align(
     BLOCK_M: tl.constexpr,
     E_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Program e places expert e's pairs; every program counts all experts' for itself."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     e = tl.program_id(0)
     bins = tl.arange(0, E_PAD)
     offset = tl.arange(0, CHUNK)
@@ -165,8 +175,11 @@ def gate_up(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """hidden = silu(x gate^T) * (x up^T) for one tile of pairs and BLOCK_N of the I rows."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     e = tl.load(tile_expert + tl.program_id(0)).to(tl.int64)
     if e >= 0:
         pair = pairs_of_tile(order, pairs, ALONE, BLOCK_M)
@@ -204,8 +217,11 @@ def down(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """outputs = routing weight * hidden down^T for one tile of pairs and BLOCK_N of the d rows."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     e = tl.load(tile_expert + tl.program_id(0)).to(tl.int64)
     if e >= 0:
         pair = pairs_of_tile(order, pairs, ALONE, BLOCK_M)
@@ -230,8 +246,10 @@ def combine(
     d,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A token's sum over its experts, in the order of their ranks."""
+    await_previous(OVERLAP)
     n = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)

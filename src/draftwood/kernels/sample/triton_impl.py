@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from draftwood.kernels.chip import chip_of
 from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.ordering import unpack
 from draftwood.kernels.sample.logits import live_slots
@@ -127,7 +128,11 @@ def compile_cases(capability: int) -> list[CompileCase]:
             (settle, {"BLOCKS": 512, "CAPACITY": _CAPACITY, "PARTS": _MOST_PARTS}),
         ):
             absent = {"x_out", "winners", *(() if every else _EXTRAS)}
-            constexprs = {**own, **dict.fromkeys(n for n in kernel.arg_names if n in absent)}
+            constexprs = {
+                "OVERLAP": capability >= 90,
+                **own,
+                **dict.fromkeys(n for n in kernel.arg_names if n in absent),
+            }
             arguments: dict[str, str | int] = {
                 n: sizes.get(n, types.get(n, "*i32")) for n in kernel.arg_names if n not in constexprs
             }
@@ -142,7 +147,8 @@ def _tiles(v: int, offset: int) -> int:
 
 def _launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
     """With those arguments that the kernel has."""
-    kernel[grid](**{name: arguments[name] for name in kernel.arg_names}, **_OPTIONS)
+    after = arguments["OVERLAP"] and kernel is not survey
+    kernel[grid](**{name: arguments[name] for name in kernel.arg_names}, **_OPTIONS, launch_pdl=after)
 
 
 def _arguments(
@@ -181,6 +187,7 @@ def _arguments(
         "blocks": blocks,
         "FILTERS": params.unfiltered is None,
         "TILES": _TILES,
+        "OVERLAP": chip_of(logits.device).overlaps,
         "BLOCKS": triton.next_power_of_2(blocks),
         "CAPACITY": _CAPACITY,
         **_extras(params, tree),

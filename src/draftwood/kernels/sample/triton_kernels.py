@@ -51,6 +51,7 @@ from draftwood.kernels.sample.triton_search import (
     search,
 )
 from draftwood.kernels.triton_ops import packed, packed_index
+from draftwood.kernels.triton_overlap import await_previous, begin_next
 
 _TILE = tl.constexpr(TILE)
 _STRIPES = tl.constexpr(STRIPES)
@@ -74,7 +75,9 @@ def survey(
     x_out,  # [B * T, v] f32 or None: x of rows with a filter
     T, V, M, offset, v, blocks,
     TILES: tl.constexpr,  # of a program
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin_next(OVERLAP)
     row, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b = row // T
     slot = Slot(
@@ -125,7 +128,7 @@ def pick(
     winners,  # None, or [B * T] i64 for the keys of a slice: written instead, of rows without a filter
     T, V, M, offset, v, blocks,
     FILTERS: tl.constexpr,  # whether a row may have one
-    BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     b = row // T
@@ -138,6 +141,8 @@ def pick(
     if FILTERS:
         k, p, least_gap = tl.load(top_k + slot.b), tl.load(top_p + slot.b), tl.load(log_min_p + slot.b)
         filtered = (slot.scale > 0) & ((k > 0) | (p < 1) | (least_gap > _NEVER))
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     own_tops, own_bounds, own = tops + row * blocks, bounds + row * blocks, listed + row * blocks
     best, count = tl.full([], _NO_KEY, tl.int64), -1
     if (slot.t < slot.live) & ((winners is None) | (filtered == 0)):
@@ -189,9 +194,11 @@ def weigh(
     n_listed,
     before,  # [B * T, PARTS, 2, 4] f32, of rows to settle
     T, V, M, offset, v, blocks,
-    BLOCKS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCKS: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     count = tl.load(n_listed + row)
     if count >= 0:
         b = row // T
@@ -226,9 +233,10 @@ def settle(
     choice,
     status,
     T, V, M, offset, v, blocks,
-    BLOCKS: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr,
+    BLOCKS: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    await_previous(OVERLAP)
     count = tl.load(n_listed + row)
     if count != -1:
         b = row // T

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from draftwood.kernels.chip import chip_of
 from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.topk_logprobs import Partial, check_arguments
 from draftwood.kernels.topk_logprobs.triton_kernels import SCAN_TILE, TILE, combine, scan, select, stream
@@ -89,7 +90,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
         "logits_d": 163840,
     }
     for coupled, k in ((False, 32), (True, 32), (False, 7)):
-        every = {"COUPLED": coupled, "TILE": TILE, **_sizes(k, 163840)}
+        every = {"COUPLED": coupled, "TILE": TILE, "OVERLAP": capability >= 90, **_sizes(k, 163840)}
         arguments["k"] = k
         for kernel, warps in ((stream, _STREAM_WARPS[coupled]), (select, _SELECT_WARPS)):
             constexprs = {n: every[n] for n in kernel.arg_names if n in every}
@@ -151,19 +152,23 @@ def _best(
     between = (coarse, fine, maxima, totals)
     listed = torch.empty(B * D, 2, sizes["ROOM"], dtype=torch.int32, device=device)
     found = torch.empty(B * D, sizes["ROOM"], dtype=torch.int64, device=device)
+    overlap = chip_of(device).overlaps
     stream[(B * D, tiles)](
         *(logits, *coupling, *factors[:2], *between, offset, D, v, *strides),
         COUPLED=coupled,
         TILE=TILE,
         COARSE=sizes["COARSE"],
         FINE=sizes["FINE"],
+        OVERLAP=overlap,
         num_warps=_STREAM_WARPS[coupled],
     )
     select[(B * D,)](
         *(logits, *coupling, *factors, *between, listed, found, *outputs, offset, D, v, k, tiles, *strides),
         COUPLED=coupled,
         TILE=TILE,
+        OVERLAP=overlap,
         num_warps=_SELECT_WARPS,
+        launch_pdl=overlap,
         **sizes,
     )
     return Partial(value, ids, maximum, total), lp

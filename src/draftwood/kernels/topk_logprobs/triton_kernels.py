@@ -25,6 +25,7 @@ from draftwood.kernels.noise.triton_impl import (
     tile_bits,
 )
 from draftwood.kernels.triton_ops import packed, packed_index, packed_value
+from draftwood.kernels.triton_overlap import await_previous, begin_next
 
 TILE = 4096
 SCAN_TILE = 1024
@@ -61,7 +62,9 @@ def stream(
     TILE: tl.constexpr,
     COARSE: tl.constexpr,
     FINE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_next(OVERLAP)
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     b, d = row // D, row % D
     first = offset // 4 * 4 + tile * TILE
@@ -134,7 +137,9 @@ def select(
     ROOM: tl.constexpr,
     CHUNK: tl.constexpr,
     TILES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    await_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     b, d = row // D, row % D
     logits += b * logits_b + d * logits_d

@@ -55,7 +55,7 @@ def verify_attn(
     part_o = torch.empty((*part_lse.shape, tiles.latent_pad), dtype=torch.float32, device=q.device)
     sizes = {"B": B, "T": T, "H": H, "M": page_table.shape[1], "programs": chip.n_sms}
     rows = merge_rows(B * T * H, chip.n_sms)
-    attend, merge = _constexprs(tiles, B, C, value_dim, pages.shape[1], rows)
+    attend, merge = _constexprs(chip, tiles, B, C, value_dim, pages.shape[1], rows)
     lengths = prefix_len.contiguous(), n_slots.contiguous()
     triton_kernels.attend[(chip.n_sms,)](
         q,
@@ -78,7 +78,12 @@ def verify_attn(
     )
     grid = (triton.cdiv(T * H, rows), B)
     triton_kernels.merge_parts[grid](
-        *lengths, *(o, lse, part_o, part_lse), **sizes, **merge, num_warps=_MERGE_WARPS
+        *lengths,
+        *(o, lse, part_o, part_lse),
+        **sizes,
+        **merge,
+        num_warps=_MERGE_WARPS,
+        launch_pdl=chip.overlaps,
     )
     return o, lse
 
@@ -106,7 +111,7 @@ def _compile_cases(
     C = R + P
     tiles = choose_tiles(chip, 4 if item == "fp32" else 2, B, T * H, 65 * page + T, R, P)
     rows = merge_rows(B * T * H, chip.n_sms)
-    attend, merge = _constexprs(tiles, B, C, R, page, rows)
+    attend, merge = _constexprs(chip, tiles, B, C, R, page, rows)
     outputs = {"o": f"*{item}", "lse": "*fp32", "part_o": "*fp32", "part_lse": "*fp32"}
     lengths = {"prefix_len": "*i32", "n_slots": "*i32"}
     sizes: dict[str, str | int] = {"B": B, "T": T, "H": H, "M": 65, "programs": chip.n_sms}
@@ -126,10 +131,10 @@ def _compile_cases(
 
 
 def _constexprs(
-    tiles: Tiles, B: int, C: int, R: int, page: int, rows: int
+    chip: Chip, tiles: Tiles, B: int, C: int, R: int, page: int, rows: int
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Compile-time arguments of `attend` and of `merge_parts`."""
     both = {"PAGE": page, "R": R, "R_PAD": tiles.latent_pad, "B_PAD": max(2, triton.next_power_of_2(B))}
-    both |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+    both |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "OVERLAP": chip.overlaps}
     merge = {"ROWS": rows, "PARTS": max(1, _MERGE_LOADS // rows)}
     return {**both, "C": C, "P_PAD": tiles.rope_pad, "STAGES": tiles.num_stages}, {**both, **merge}

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from draftwood.kernels.triton_line import LOWEST, finish, merge, owner, part_slot, run_start
+from draftwood.kernels.triton_overlap import await_previous, begin_next
 
 LN_2 = tl.constexpr(math.log(2))
 
@@ -107,7 +108,9 @@ def attend(
     BLOCK_N: tl.constexpr,
     B_PAD: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin_next(OVERLAP)
     program = tl.program_id(0)
     capacity = M * PAGE
     line = _line(prefix_len, n_slots, B, T, H, capacity, BLOCK_M, BLOCK_N, B_PAD)
@@ -238,6 +241,7 @@ def merge_parts(
     B_PAD: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Combine the partial results of ROWS rows of one tile, and give inert slots their 0 and -inf."""
     capacity = M * PAGE
@@ -253,17 +257,17 @@ def merge_parts(
     where = o + to[:, None] * R + col[None, :]
     inside = (row < T * H)[:, None] & (col < R)[None, :]
     dead = row >= n * H
+    tile_start = begin + tl.program_id(0) * ROWS // BLOCK_M * blocks
+    first = owner(tile_start, total, programs)
+    last = owner(tile_start + blocks - 1, total, programs)
+    await_previous(OVERLAP)
     tl.store(lse + to, -float("inf"), mask=dead & (row < T * H))
     tl.store(where, tl.zeros([ROWS, R_PAD], o.dtype.element_ty), mask=dead[:, None] & inside)
-    if tl.program_id(0) * ROWS < n * H:
-        tile_start = begin + tl.program_id(0) * ROWS // BLOCK_M * blocks
-        first = owner(tile_start, total, programs)
-        last = owner(tile_start + blocks - 1, total, programs)
-        if first < last:
-            merged, log2_sum = merge(
-                *(part_o, part_lse, first, last, tile_start, total, programs),
-                *(row % BLOCK_M, ROWS, R_PAD, BLOCK_M, PARTS),
-            )
-            tl.store(lse + to, log2_sum * LN_2, mask=~dead)
-            out = tl.trans(merged).to(o.dtype.element_ty)
-            tl.store(where, out, mask=(~dead)[:, None] & inside)
+    if (tl.program_id(0) * ROWS < n * H) & (first < last):
+        merged, log2_sum = merge(
+            *(part_o, part_lse, first, last, tile_start, total, programs),
+            *(row % BLOCK_M, ROWS, R_PAD, BLOCK_M, PARTS),
+        )
+        tl.store(lse + to, log2_sum * LN_2, mask=~dead)
+        out = tl.trans(merged).to(o.dtype.element_ty)
+        tl.store(where, out, mask=(~dead)[:, None] & inside)
