@@ -59,7 +59,7 @@ def find_cut(slot, gathered, k, p, peak, BLOCKS: tl.constexpr, CAPACITY: tl.cons
         limits = _first_thresholds(peak)
         number, weight = _sums_above(slot, limits, peak)
         by_number, all_weight = (k > 0) & (tl.max(number) > k), tl.max(weight)
-        target = tl.where(by_number, k, _mass(p, all_weight))
+        target = tl.where(by_number, k, mass(p, all_weight))
         wide = Bracket(tl.full([], _NEVER, tl.float32), peak, tl.full([], _ALL, tl.int64), zero, zero)
         bracket = _narrow(wide, limits, number, weight, by_number, target)
     cut = tl.where(low > _NEVER, from_ordered(ordered(low) + 1), _NEVER)
@@ -67,7 +67,7 @@ def find_cut(slot, gathered, k, p, peak, BLOCKS: tl.constexpr, CAPACITY: tl.cons
     for by_weight in range(2):  # top-k, then top-p over what that leaves
         counts = by_weight == 0
         if tl.where(counts, by_number, p < 1):
-            target = tl.where(counts, k, _mass(p, all_weight))
+            target = tl.where(counts, k, mass(p, all_weight))
             bracket, ties = _close(slot, bracket, gathered, few, n, peak, counts, target, BLOCKS, CAPACITY)
             at_cut = weight_of(bracket.high, peak)
             unit = tl.where(counts, 1, at_cut)
@@ -95,7 +95,7 @@ def weight_of(x, peak):
 
 
 @triton.jit
-def _mass(p, weight):
+def mass(p, weight):
     """What the weights before a token must stay below for top-p to keep it."""
     return tl.maximum((p.to(tl.float64) * weight.to(tl.float64)).to(tl.int64), 1)
 

@@ -23,7 +23,7 @@ from draftwood.tree import DraftTree
 _CAPACITY = 1024
 """Tokens among which a top-k cut is found without reading the row again."""
 _MOST_PARTS = 32
-_TILES = 2  # of a program of `survey`
+_TILES = 4  # of a program of `survey`
 _PROGRAMS = 1024  # of `weigh`, unless there are more rows
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # the contract's steps round one by one
 _NO_KEY = -(2**63)
@@ -115,7 +115,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
         "frequency",
         "bias_values",
     )
-    floats += ("tops", "bounds", "weights", "before", "gathered_x", "x_out")
+    floats += ("tops", "bounds", "weights", "told", "of_all", "before", "gathered_x", "x_out")
     types = dict.fromkeys(floats, "*fp32") | {"prompt_seen": "*i1"}
     types |= dict.fromkeys(("seed", "ancestors", "held", "winners"), "*i64")
     sizes = {"T": 32, "V": V, "M": 8, "offset": 0, "v": V, "blocks": blocks}
@@ -124,7 +124,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
             (survey, {"TILES": _TILES}),
             (pick, {"FILTERS": True, "BLOCKS": 512}),
             *(() if every else ((pick, {"FILTERS": False, "BLOCKS": 512}),)),
-            (weigh, {"BLOCKS": 512, "PARTS": _MOST_PARTS}),
+            (weigh, {"PARTS": _MOST_PARTS}),
             (settle, {"BLOCKS": 512, "CAPACITY": _CAPACITY, "PARTS": _MOST_PARTS}),
         ):
             absent = {"x_out", "winners", *(() if every else _EXTRAS)}
@@ -168,7 +168,14 @@ def _arguments(
         V = params.counts.shape[1]
     elif params.mask_bits is not None:
         V = 32 * params.mask_bits.shape[2]
-    sizes = {"tops": blocks, "bounds": blocks, "weights": blocks, "gathered_x": _CAPACITY}
+    sizes = {
+        "tops": blocks,
+        "bounds": blocks,
+        "weights": blocks,
+        "gathered_x": _CAPACITY,
+        "told": HELD,
+        "of_all": 2,
+    }
     integers = {"listed": blocks, "n_listed": 1, "gathered_ids": _CAPACITY}
     made = [(sizes, torch.float32), (integers, torch.int32), ({"held": HELD}, torch.int64)]
     return {

@@ -19,10 +19,11 @@ import triton.language as tl
 from draftwood.kernels.noise.triton_impl import gumbel, log2_of_bits, random_bits, tile_bits
 from draftwood.kernels.sample.triton_cut import Gathered, find_cut
 from draftwood.kernels.sample.triton_nucleus import (
-    candidate_logits,
-    candidates,
+    exact_verdict,
     foremost,
+    logits_of,
     surely_kept,
+    tokens_of,
     verdict,
     weight_beside,
     weights_before,
@@ -88,29 +89,28 @@ def survey(
     if (slot.t == 0) & (program == 0):
         tl.store(status + slot.b, 0)
     if slot.t < slot.live:
-        start = first_of_tile(slot, program * TILES)
-        token = start + tl.arange(0, TILES * _TILE)
-        x = processed(slot, token)
-        values = by_block(x)
-        top = largest_of_blocks(values)
-        block = tl.reshape(tl.arange(0, TILES * _STRIPES), [TILES, _STRIPES]) + program * TILES * _STRIPES
-        place, some = row * blocks + block, block < blocks
-        tl.store(tops + place, scaled(slot, top), mask=some)
-        bound = top
-        if slot.scale > 0:
-            rate = _LOG2_E / slot.scale
-            p = tl.load(top_p + slot.b)
-            if p < 1:
-                below = values - tl.where(top > _NEVER, top, 0.0)[:, None, :, None]
-                tl.store(weights + place, sums_of_blocks(tl.exp2(below * rate)), mask=some)
+        rate, p = _LOG2_E / slot.scale, tl.load(top_p + slot.b)
+        filtered = (p < 1) | (tl.load(top_k + slot.b) > 0) | (tl.load(log_min_p + slot.b) > _NEVER)
+        for tile in range(program * TILES, tl.minimum((program + 1) * TILES, blocks // _STRIPES)):
+            token = first_of_tile(slot, tile) + tl.arange(0, _TILE)
+            x = processed(slot, token)
+            values = by_block(x)
+            top = largest_of_blocks(values)
+            place = row * blocks + tile * _STRIPES + tl.arange(0, _STRIPES)
+            tl.store(tops + place, scaled(slot, top))
+            bound = top
+            if slot.scale > 0:
+                if p < 1:
+                    below = values - tl.where(top > _NEVER, top, 0.0)[None, :, None]
+                    tl.store(weights + place, sums_of_blocks(tl.exp2(below * rate)))
+                noise = log2_of_bits(tile_bits(slot.seed, slot.position, first_of_tile(slot, tile), _TILE))
+                bound = largest_of_blocks(by_block(tl.fma(x, rate, -noise)))
+                bound = (bound + 32.0) * _LN_2  # may be off by some roundings
+            tl.store(bounds + place, bound)
             if x_out is not None:  # noqa: SIM102 - the filters are known at run time only
-                if (p < 1) | (tl.load(top_k + slot.b) > 0) | (tl.load(log_min_p + slot.b) > _NEVER):
+                if filtered & (slot.scale > 0):
                     inside = (token >= slot.first) & (token < slot.end)
                     tl.store(x_out + row * v + token - offset, scaled(slot, x), mask=inside)
-            noise = log2_of_bits(tile_bits(slot.seed, slot.position, start, TILES * _TILE))
-            bound = largest_of_blocks(by_block(tl.fma(x, rate, -noise)))
-            bound = (bound + 32.0) * _LN_2  # may be off by some roundings
-        tl.store(bounds + place, bound, mask=some)
 
 
 @triton.jit
@@ -121,6 +121,8 @@ def pick(
     bounds,
     weights,
     held,  # [B * T, 4] i64, for `settle`
+    told,  # [B * T, 4] f32: logits of `held` before step 4, inf where there is none
+    of_all,  # [B * T, 2] f32: the largest x and all weight, relative to it
     listed,  # [B * T, blocks] i32, blocks that it looks into
     n_listed,  # [B * T] i32; where `settle` has nothing to do -1, and -2 where it has all to do
     choice,  # [B, T] i32
@@ -148,7 +150,7 @@ def pick(
     if (slot.t < slot.live) & ((winners is None) | (filtered == 0)):
         doubt = filtered
         if filtered == 0:
-            keys, rest = leaders(slot, own_tops, own_bounds, blocks, 0.0, _NEVER, BLOCKS, 2)
+            keys, _, rest = leaders(slot, own_tops, own_bounds, blocks, 0.0, _NEVER, BLOCKS, 2)
             best, doubt = tl.max(keys), in_doubt(slot, keys, rest, 1)
             if (winners is not None) & (best > _NO_KEY) & (slot.scale > 0):
                 token = packed_index(best)
@@ -158,17 +160,22 @@ def pick(
             if k <= 0:
                 top = of_blocks(own_tops, blocks, BLOCKS)
                 peak = tl.max(top)
-                keys, rest = leaders(slot, own_tops, own_bounds, blocks, peak, least_gap, BLOCKS, _HELD)
+                weight = weights_of_blocks(own_tops, weights + row * blocks, blocks, peak, BLOCKS)
+                all_weight = tl.sum(weight)
+                keys, y, rest = leaders(slot, own_tops, own_bounds, blocks, peak, least_gap, BLOCKS, _HELD)
                 best, doubt = tl.max(keys), in_doubt(slot, keys, rest, tl.where(p < 1, _WANTED, 1))
                 if (p < 1) & (best > _NO_KEY) & (doubt == 0):
-                    keys = tl.where(keys > tl.min(keys), keys, _NO_KEY)
-                    _, x = candidates(slot, keys)
+                    x = scaled(slot, y)
                     mine = tl.max(tl.where(keys == best, x, _NEVER))
-                    weight = weights_of_blocks(own_tops, weights + row * blocks, blocks, peak, BLOCKS)
                     maybe = tl.sum(tl.where(top >= mine, weight, 0.0))
-                    if surely_kept(maybe, tl.exp(mine - peak), tl.sum(weight), p, peak) == 0:
+                    if surely_kept(maybe, tl.exp(mine - peak), all_weight, p, peak) == 0:
+                        some = keys > tl.min(keys)
+                        keys = tl.where(some, keys, _NO_KEY)
                         tl.store(held + row * _HELD + tl.arange(0, _HELD), keys)
-                        count = list_blocks(own, top, tl.min(x), BLOCKS)
+                        tl.store(told + row * _HELD + tl.arange(0, _HELD), tl.where(some, y, float("inf")))
+                        tl.store(of_all + row * 2, peak)
+                        tl.store(of_all + row * 2 + 1, all_weight)
+                        count = list_blocks(own, top, tl.min(tl.where(some, x, float("inf"))), BLOCKS)
         if doubt:
             if FILTERS & (winners is None):
                 count = -2
@@ -188,31 +195,35 @@ def pick(
 def weigh(
     logits, temperature, repetition, presence, frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits,
     tokens, ancestors, n_slots, tree_status, seed, position,
-    tops,
     held,
+    told,
+    of_all,
     listed,
     n_listed,
     before,  # [B * T, PARTS, 2, 4] f32, of rows to settle
     T, V, M, offset, v, blocks,
-    BLOCKS: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b = row // T
+    slot = Slot(
+        logits + row * v - offset, offset, offset + v, tl.load(temperature + b), tl.load(seed + b),
+        tl.load(position + row), b, row % T, live_slots(b, n_slots, tree_status, T), T, V, M, repetition, presence,
+        frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
+    )  # fmt: skip
     await_previous(OVERLAP)
     begin_next(OVERLAP)
-    count = tl.load(n_listed + row)
+    count, rank = tl.load(n_listed + row), tl.arange(0, _HELD)
+    keys, y, peak = (
+        tl.load(held + row * _HELD + rank),
+        tl.load(told + row * _HELD + rank),
+        tl.load(of_all + row * 2),
+    )
     if count >= 0:
-        b = row // T
-        slot = Slot(
-            logits + row * v - offset, offset, offset + v, tl.load(temperature + b), tl.load(seed + b),
-            tl.load(position + row), b, row % T, live_slots(b, n_slots, tree_status, T), T, V, M, repetition, presence,
-            frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
-        )  # fmt: skip
-        peak = tl.max(of_blocks(tops + row * blocks, blocks, BLOCKS))
-        keys = tl.load(held + row * _HELD + tl.arange(0, _HELD))
         run = (count + PARTS - 1) // PARTS
-        end = tl.minimum((part + 1) * run, count)
-        surely, maybe = weights_before(slot, listed + row * blocks, part * run, end, keys, peak, 2)
-        place = before + (row * PARTS + part) * 2 * _HELD + tl.arange(0, _HELD)
+        start, end = tl.minimum(part * run, count), tl.minimum((part + 1) * run, count)
+        surely, maybe = weights_before(slot, listed + row * blocks, start, end, keys, y, peak, 2)
+        place = before + (row * PARTS + part) * 2 * _HELD + rank
         tl.store(place, surely)
         tl.store(place + _HELD, maybe)
 
@@ -225,6 +236,8 @@ def settle(
     bounds,
     weights,
     held,
+    told,
+    of_all,
     listed,
     n_listed,
     before,
@@ -236,41 +249,48 @@ def settle(
     BLOCKS: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    b = row // T
+    slot = Slot(
+        logits + row * v - offset, offset, offset + v, tl.load(temperature + b), tl.load(seed + b),
+        tl.load(position + row), b, row % T, live_slots(b, n_slots, tree_status, T), T, V, M, repetition, presence,
+        frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
+    )  # fmt: skip
+    k, p, least_gap = tl.load(top_k + b), tl.load(top_p + b), tl.load(log_min_p + b)
     await_previous(OVERLAP)
-    count = tl.load(n_listed + row)
+    count, rank = tl.load(n_listed + row), tl.arange(0, _HELD)
+    keys, y = tl.load(held + row * _HELD + rank), tl.load(told + row * _HELD + rank)
+    peak, all_weight = tl.load(of_all + row * 2), tl.load(of_all + row * 2 + 1)
+    parts = before + (row * PARTS + tl.arange(0, PARTS)[:, None]) * 2 * _HELD + rank[None, :]
+    surely, maybe = tl.sum(tl.load(parts), 0), tl.sum(tl.load(parts + _HELD), 0)
     if count != -1:
-        b = row // T
-        slot = Slot(
-            logits + row * v - offset, offset, offset + v, tl.load(temperature + b), tl.load(seed + b),
-            tl.load(position + row), b, row % T, live_slots(b, n_slots, tree_status, T), T, V, M, repetition, presence,
-            frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
-        )  # fmt: skip
-        k, p, least_gap = tl.load(top_k + slot.b), tl.load(top_p + slot.b), tl.load(log_min_p + slot.b)
-        least_gap = tl.where(slot.scale > 0, least_gap, _NEVER)
         own_tops, own_bounds, own_list = tops + row * blocks, bounds + row * blocks, listed + row * blocks
-        peak = tl.max(of_blocks(own_tops, blocks, BLOCKS))
-        best, doubt = tl.full([], _NO_KEY, tl.int64), count < 0
-        if count >= 0:
-            rank = tl.arange(0, _HELD)
-            keys = tl.load(held + row * _HELD + rank)
-            parts = before + (row * PARTS + tl.arange(0, PARTS)[:, None]) * 2 * _HELD + rank[None, :]
-            weight = weights_of_blocks(own_tops, weights + row * blocks, blocks, peak, BLOCKS)
-            all_weight = tl.sum(weight)
-            surely, maybe = tl.sum(tl.load(parts), 0), tl.sum(tl.load(parts + _HELD), 0)
-            own = weight_beside(slot, candidate_logits(slot, keys), peak)
-            best, doubt = verdict(keys, surely, maybe, own, all_weight, p, peak)
-            while (best == _NO_KEY) & (doubt == 0) & (tl.max(keys) > _NO_KEY):
-                cut, after = foremost(*candidates(slot, keys))
-                limits = Limits(cut, after - 1, peak, least_gap)
-                keys = search(slot, own_tops, own_bounds, blocks, limits, _WANTED, BLOCKS)
-                _, x = candidates(slot, keys)
-                count = list_blocks(own_list, of_blocks(own_tops, blocks, BLOCKS), tl.min(x), BLOCKS)
-                surely, maybe = weights_before(slot, own_list, 0, count, keys, peak, 1)
-                own = weight_beside(slot, candidate_logits(slot, keys), peak)
+        least_gap = tl.where(slot.scale > 0, least_gap, _NEVER)
+        best = tl.full([], _NO_KEY, tl.int64)
+        fresh = count >= 0
+        if count < 0:
+            peak = tl.max(of_blocks(own_tops, blocks, BLOCKS))
+            all_weight = tl.sum(weights_of_blocks(own_tops, weights + row * blocks, blocks, peak, BLOCKS))
+        if (slot.scale > 0) & (k <= 0) & (p < 1):
+            cut, last_id, more = _NEVER, _LAST, peak > _NEVER
+            while more:
+                if fresh == 0:
+                    limits = Limits(cut, last_id, peak, least_gap)
+                    keys = search(slot, own_tops, own_bounds, blocks, limits, _WANTED, BLOCKS)
+                    y = logits_of(slot, keys)
+                    least = tl.min(scaled(slot, y))
+                    count = list_blocks(own_list, of_blocks(own_tops, blocks, BLOCKS), least, BLOCKS)
+                    surely, maybe = weights_before(slot, own_list, 0, count, keys, y, peak, 1)
+                own = weight_beside(slot, y, peak)
                 best, doubt = verdict(keys, surely, maybe, own, all_weight, p, peak)
-        if doubt:
+                if doubt:
+                    best = exact_verdict(slot, keys, y, p, peak, 512)
+                cut, last_id = foremost(tokens_of(slot, keys), scaled(slot, y))
+                last_id -= 1
+                fresh = tl.full([], 0, tl.int1)
+                more = (best == _NO_KEY) & (tl.max(keys) > _NO_KEY)
+        elif peak > _NEVER:
             cut, last_id = _NEVER, _LAST
-            if (slot.scale > 0) & ((k > 0) | (p < 1)) & (peak > _NEVER):
+            if (slot.scale > 0) & (k > 0):
                 room = Gathered(
                     own_tops, blocks, own_list, gathered_x + row * CAPACITY, gathered_ids + row * CAPACITY
                 )

@@ -1,4 +1,4 @@
-"""Which of a few tokens top-p keeps, from fp32 sums of the weights before each: right, or in doubt.
+"""Which of a few tokens top-p keeps: from fp32 sums of the weights before each, right or in doubt, or from integer sums.
 
 The sums err by less than `_ERROR` of all weight (2^-17.5 in exp, 2^-24 per addition of a chain, 2^-41 per token that the
 contract rounds away), and by `_ROUNDING` of the largest |x| that has weight: so x rounds. Thus a token whose sum is farther from the target than that is decided as the exact sums would.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftwood.kernels.sample.triton_scores import BLOCK, processed, scores
+from draftwood.kernels.sample.triton_cut import mass, weight_of
+from draftwood.kernels.sample.triton_scores import BLOCK, block_of, processed, scaled, scores
 from draftwood.kernels.sample.triton_search import HELD, listed_tokens, of_blocks
 from draftwood.kernels.triton_ops import packed_index
 
@@ -24,21 +25,25 @@ _LAST = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def candidates(slot, held):
-    """Tokens and x [4] of keys; x is inf where there is none."""
-    some = held > _NO_KEY
-    token = tl.where(some, packed_index(held), slot.first)
-    return token, tl.where(some, scores(slot, token), float("inf"))
+def tokens_of(slot, held):
+    """[4] of keys, a token that has logits where there is no key."""
+    return tl.where(held > _NO_KEY, packed_index(held), slot.first)
 
 
 @triton.jit
-def weights_before(slot, listed, start, end, held, peak, CHUNK: tl.constexpr):
-    """[4] f32 twice: sums of exp(x' - peak) over those tokens of blocks start..end - 1 of a list that surely come before each
-    candidate, and over those that may, itself included. CHUNK blocks at a time.
+def logits_of(slot, held):
+    """[4] of keys, before step 4; inf where there is none."""
+    return tl.where(held > _NO_KEY, processed(slot, tokens_of(slot, held)), float("inf"))
 
-    Nothing is divided: logits that differ by more than rounding hides are in the order of their x.
+
+@triton.jit
+def weights_before(slot, listed, start, end, held, y, peak, CHUNK: tl.constexpr):
+    """[4] f32 twice: sums of exp(x' - peak) over those tokens of blocks start..end - 1 of a list that surely come before each
+    candidate, and over those that may, itself included. y: the candidates' logits. CHUNK blocks at a time.
+
+    Nothing is divided: logits that differ by more than rounding hides are in the order of their x. Only where some are as
+    close as that, as equal ones are, x and ids are compared in a second pass.
     """
-    y = candidate_logits(slot, held)
     apart = tl.abs(y) * 4.8e-7 + slot.scale * 1e-37
     above, below = y + apart, y - apart
     surely, maybe = (
@@ -50,15 +55,31 @@ def weights_before(slot, listed, start, end, held, peak, CHUNK: tl.constexpr):
         weight = weight_beside(slot, other, peak)[None, :]
         surely = tl.fma(weight, (other[None, :] > above[:, None]).to(tl.float32), surely)
         maybe = tl.fma(weight, (other[None, :] >= below[:, None]).to(tl.float32), maybe)
-    return tl.sum(surely, 1), tl.sum(maybe, 1)
+    token = tokens_of(slot, held)
+    close = tl.sum((maybe > surely).to(tl.int32), 1)
+    if start < end:
+        own = block_of(slot, token)  # lists are in order
+        close -= ((tl.load(listed + start) <= own) & (own <= tl.load(listed + end - 1))).to(tl.int32)
+    surely, maybe = tl.sum(surely, 1), tl.sum(maybe, 1)
+    if tl.max(close) > 0:
+        surely, maybe = _weights_exactly_before(slot, listed, start, end, token, scaled(slot, y), peak)
+    return surely, maybe
 
 
 @triton.jit
-def candidate_logits(slot, held):
-    """[4] of keys, before step 4; inf where there is none."""
-    some = held > _NO_KEY
-    token = tl.where(some, packed_index(held), slot.first)
-    return tl.where(some, processed(slot, token), float("inf"))
+def _weights_exactly_before(slot, listed, start, end, token, x, peak):
+    """`weights_before` by x and ids."""
+    before, own = tl.zeros([_HELD, _BLOCK], tl.float32), tl.zeros([_HELD, _BLOCK], tl.float32)
+    token, x = token[:, None], x[:, None]
+    for first in range(start, end):
+        others = listed_tokens(slot, listed, end, first, 1)
+        y = processed(slot, others)
+        weight = weight_beside(slot, y, peak)[None, :]
+        others, other = others[None, :], scaled(slot, y)[None, :]
+        before += tl.where((other > x) | ((other == x) & (others < token)), weight, 0.0)
+        own += tl.where(others == token, weight, 0.0)
+    surely = tl.sum(before, 1)
+    return surely, surely + tl.sum(own, 1)
 
 
 @triton.jit
@@ -95,6 +116,22 @@ def verdict(held, surely, maybe, own, all_weight, p, peak):
     lost = surely > p * all_weight + _error(all_weight, peak)
     best = tl.max(tl.where(kept, held, _NO_KEY))
     return best, tl.max(tl.where(kept | lost, _NO_KEY, held)) > best
+
+
+@triton.jit
+def exact_verdict(slot, held, y, p, peak, STEP: tl.constexpr):
+    """The best key that top-p keeps or no key, by integer sums over the whole row, STEP tokens at a time."""
+    x, token = scaled(slot, y)[:, None], tokens_of(slot, held)[:, None]
+    before, all_weight = tl.zeros([_HELD, STEP], tl.int64), tl.zeros([STEP], tl.int64)
+    for first in range(slot.first, slot.end, STEP):
+        others = first + tl.arange(0, STEP)
+        other = scores(slot, others)
+        weight = weight_of(other, peak)
+        all_weight += weight
+        earlier = (other[None, :] > x) | ((other[None, :] == x) & (others[None, :] < token))
+        before += tl.where(earlier, weight[None, :], 0)
+    kept = tl.sum(before, 1) < mass(p, tl.sum(all_weight, 0))
+    return tl.max(tl.where(kept, held, _NO_KEY))
 
 
 @triton.jit

@@ -73,6 +73,13 @@ def first_of_block(slot, block):
 
 
 @triton.jit
+def block_of(slot, token):
+    """The block that a token is in."""
+    place = token - first_of_tile(slot, 0)
+    return place // _TILE * _STRIPES + place % _QUARTER // _STRIPE
+
+
+@triton.jit
 def place_in_block(i):
     """Of a block's i-th token: how far it is from the first one."""
     return i // _STRIPE * _QUARTER + i % _STRIPE
@@ -100,19 +107,19 @@ def quads_of_blocks(slot, block, N: tl.constexpr):
 
 @triton.jit
 def by_block(x):
-    """[tiles, 4, 4, 128] of the values of whole tiles: the third axis tells blocks, the second and the last one what is in a block."""
-    return tl.reshape(x, [x.shape[0] // _TILE, _TILE // _QUARTER, _STRIPES, _STRIPE])
+    """[4, 4, 128] of the values of a tile: the second axis tells blocks, the others what is in a block."""
+    return tl.reshape(x, [_TILE // _QUARTER, _STRIPES, _STRIPE])
 
 
 @triton.jit
 def largest_of_blocks(x):
-    """[tiles, 4] of what `by_block` returns."""
-    return tl.max(tl.max(x, 1), 2)
+    """[4] of what `by_block` returns."""
+    return tl.max(tl.max(x, 0), 1)
 
 
 @triton.jit
 def sums_of_blocks(x):
-    return tl.sum(tl.sum(x, 1), 2)
+    return tl.sum(tl.sum(x, 0), 1)
 
 
 @triton.jit

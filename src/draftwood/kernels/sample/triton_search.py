@@ -67,7 +67,7 @@ def of_blocks(values, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def leaders(slot, tops, bounds, blocks, peak, least_gap, BLOCKS: tl.constexpr, N: tl.constexpr):
-    """[N] keys of the tokens that come first by bounds of their x + noise, and what no other token exceeds, as an integer.
+    """[N] keys of the tokens that come first by bounds of their x + noise, their logits before step 4, and what no other token exceeds, as an integer.
 
     The values of the keys are within `_slack`. Of the N blocks with the largest bounds, every token's bound is made; noise only for N
     tokens. Bounds are rounded up to make room for an index, so that one integer reduction finds the largest and where it is.
@@ -96,11 +96,12 @@ def leaders(slot, tops, bounds, blocks, peak, least_gap, BLOCKS: tl.constexpr, N
         this = first_of_block(slot, block) + place_in_block(index % _BLOCK)
         token = tl.where(rank == i, tl.where(best > _NONE, this, slot.end), token)
         by_token = tl.where(by_token < best, by_token, _NONE)
-    y = scores(slot, token)
+    raw = processed(slot, token)
+    y = scaled(slot, raw)
     if slot.scale > 0:
         y -= approximate_log(approximate_rate(random_bits(slot.seed, slot.position, token)))
     keys = tl.where(y > _NEVER, packed(y, token), _NO_KEY)
-    return keys, tl.maximum(elsewhere, _ceiling(tl.max(by_token), N * _BLOCK))
+    return keys, raw, tl.maximum(elsewhere, _ceiling(tl.max(by_token), N * _BLOCK))
 
 
 @triton.jit
