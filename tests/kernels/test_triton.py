@@ -24,6 +24,7 @@ from draftwood.kernels.noise.triton_impl import (
 from draftwood.kernels.run_case import cases_of, run, to_numpy, torch_inputs, verify
 from draftwood.kernels.sample import triton_impl as sample_impl
 from draftwood.kernels.topk_logprobs import triton_impl as topk_impl
+from draftwood.kernels.triton_line import owner, run_start
 from draftwood.kernels.triton_ops import from_ordered, ordered, packed, packed_index, packed_value
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,6 +58,30 @@ def test_noise_and_its_stand_ins():
         np.testing.assert_array_equal(noise, noise_ref.gumbel_of_bits(want))
         assert np.abs(-np.log(rate.astype(np.float64)) - noise).max() < RATE_ERROR.value
         assert (bound > noise - RATE_ERROR.value).all()
+
+
+@triton.jit
+def line_kernel(total, programs, program, start, at, holder, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(start + i, run_start(tl.load(program + i), tl.load(total), tl.load(programs)))
+    tl.store(holder + i, owner(tl.load(at + i), tl.load(total), tl.load(programs)))
+
+
+def test_runs_of_a_line_are_as_exact_integers_give_them():
+    """Lines of up to 2^31 - 1 units, whose products with a program's index 32 bits would not hold."""
+    N, rng = 4096, np.random.default_rng(0)
+    for n in (1, 2, 5, 132, 264, 1023, 1024):
+        for total in (1, n - 1, n, n + 1, 2**31 - 1, *rng.integers(1, 3000, 2), *rng.integers(1, 2**31, 2)):
+            active, program = min(max(int(total), 1), n), np.arange(N) % (n + 1)
+            starts = [int(total) * p // active for p in range(active + 1)]
+            edges = np.array([*starts[:-1], *(s - 1 for s in starts[1:])])
+            at = np.resize(edges[(edges >= 0) & (edges < max(total, 1))], N)
+            given = [torch.tensor(a, dtype=torch.int32, device=DEVICE) for a in (total, n, program, at)]
+            start, holder = (torch.empty(N, dtype=torch.int32, device=DEVICE) for _ in range(2))
+            line_kernel[(1,)](*given[:3], start, given[3], holder, N)
+            assert start.tolist() == [starts[min(p, active)] for p in program]
+            if total > 0:
+                assert holder.tolist() == (np.searchsorted(starts, at, side="right") - 1).tolist()
 
 
 @triton.jit
