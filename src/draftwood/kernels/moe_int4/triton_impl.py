@@ -18,6 +18,7 @@ from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.moe import triton_impl as moe_impl
 from draftwood.kernels.moe.triton_impl import combine, local, put_in_order, route
 from draftwood.kernels.moe_int4 import GROUP, PER_WORD, triton_kernels
+from draftwood.kernels.triton_overlap import overlapped
 
 _ACTIVATE_BLOCK = 256
 _SPLIT_TO = 4
@@ -59,6 +60,7 @@ def run(
     **routing: Any,
 ) -> Tensor:
     """`moe_int4`, its tiles and splits chosen for `planned_for` tokens, by default those there are."""
+    by_planes = x.view(len(x), -1, 4).mT.contiguous()
     weights, experts = route(x, router, bias, planned_for=planned_for, **routing)
     quantised = {
         "gate_up_packed": gate_up_packed,
@@ -84,7 +86,6 @@ def run(
     tiles = len(tile_expert) if alone else tile.count(planned_pairs, E)
     splits = _splits(chip, tiles * I // tile.block_n, d, tile.block_k)
     parts = torch.empty((splits, pairs, 2, I) if splits > 1 else 1, dtype=torch.float32, device=x.device)
-    by_planes = x.view(N, -1, 4).mT.contiguous()
     triton_kernels.gate_up[(len(tile_expert), I // tile.block_n, splits)](
         *(by_planes, gate_up_packed.view(torch.int16), gate_up_scale, hidden, parts),
         *(order, tile_expert, pairs),
@@ -92,10 +93,11 @@ def run(
         TOP_K=pairs // N,
         SPLITS=splits,
         **tile.launch(),
+        **overlapped(chip),
     )
     if splits > 1:
         triton_kernels.activate[(pairs, triton.cdiv(I, _ACTIVATE_BLOCK))](
-            parts, hidden, pairs, I, splits, _ACTIVATE_BLOCK
+            *(parts, hidden, pairs, I, splits, _ACTIVATE_BLOCK), **overlapped(chip)
         )
     wide = tile.for_down(d)
     triton_kernels.down[(len(tile_expert), d // wide.block_n)](
@@ -103,6 +105,7 @@ def run(
         *(order, tile_expert, pairs),
         **_constexprs(wide, d, I, alone, _in_pairs(x.dtype, down_scale.dtype)),
         **wide.launch(),
+        **overlapped(chip),
     )
     return combine(outputs, N, x.dtype)
 
@@ -178,11 +181,12 @@ def _compile_cases(chip: Chip, N: int, I: int) -> list[CompileCase]:
     second = {"hidden": "*bf16", **matrix, "routing": "*fp32", "outputs": "*fp32", **order}
     summing = {"parts": "*fp32", "hidden": "*bf16", "pairs": "i32"}
     shape, wide = (_constexprs(t, d, I, N == 1, in_pairs=True) for t in (tile, tile.for_down(d)))
-    shape |= {"TOP_K": top_k, "SPLITS": splits}
-    adding = {"I": I, "SPLITS": splits, "BLOCK": _ACTIVATE_BLOCK}
+    overlap = {"OVERLAP": chip.overlaps}
+    shape |= {"TOP_K": top_k, "SPLITS": splits, **overlap}
+    adding = {"I": I, "SPLITS": splits, "BLOCK": _ACTIVATE_BLOCK, **overlap}
     launch = (tile.num_warps, tile.num_stages)
     return [
         CompileCase(f"gate_up {N} tokens", triton_kernels.gate_up, first, shape, *launch),
-        CompileCase(f"down {N} tokens", triton_kernels.down, second, wide, *launch),
+        CompileCase(f"down {N} tokens", triton_kernels.down, second, wide | overlap, *launch),
         CompileCase(f"activate {N} tokens", triton_kernels.activate, summing, adding),
     ]

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from draftwood.kernels.moe.triton_kernels import pairs_of_tile
+from draftwood.kernels.triton_overlap import await_previous, begin_next
 
 PER_HALF = tl.constexpr(4)
 """Numbers in 16 bits, and planes."""
@@ -101,11 +102,14 @@ def gate_up(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # divides I
     BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """hidden = silu(x gate^T) * (x up^T) for one tile of pairs and BLOCK_N of the I rows.
 
     With several SPLITS: both products' sums over one of as many parts of d, into `parts`.
     """
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     QUARTER: tl.constexpr = d // PER_HALF
     GROUPS: tl.constexpr = QUARTER // HALVES_PER_GROUP
     STEP: tl.constexpr = BLOCK_K // PER_HALF
@@ -149,8 +153,11 @@ def activate(
     I: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """hidden = silu(gate) * up of one pair, of the sums of their parts, added up in order."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     pair = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.zeros([BLOCK], tl.float32)
@@ -180,8 +187,11 @@ def down(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # divides d
     BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """outputs = routing weight * hidden down^T for one tile of pairs and BLOCK_N of the d rows."""
+    await_previous(OVERLAP)
+    begin_next(OVERLAP)
     QUARTER: tl.constexpr = I // PER_HALF
     GROUPS: tl.constexpr = QUARTER // HALVES_PER_GROUP
     STEP: tl.constexpr = BLOCK_K // PER_HALF
