@@ -73,6 +73,12 @@ def choose_tiles(
     )
 
 
+def has_few_blocks(chip: Chip, tiles: Tiles, B: int, T: int, H: int, capacity: int) -> bool:
+    """Whether no program has more than two blocks, whatever the lengths are: then less code takes less time than a pipeline."""
+    blocks = -(-capacity // tiles.block_n) - (-T // tiles.block_n)
+    return B * -(-T * H // tiles.block_m) * blocks <= 2 * chip.n_sms
+
+
 def padded(width: int) -> int:
     """A power of two that tensor cores take, at least `width`."""
     return max(16, 1 << (width - 1).bit_length())

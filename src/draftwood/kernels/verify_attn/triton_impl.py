@@ -14,7 +14,7 @@ from torch import Tensor
 from draftwood.kernels.chip import Chip, chip_of
 from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.verify_attn import triton_kernels
-from draftwood.kernels.verify_attn.tiles import Tiles, choose_tiles, merge_rows
+from draftwood.kernels.verify_attn.tiles import Tiles, choose_tiles, has_few_blocks, merge_rows
 from draftwood.tree import n_words
 
 _LOG2_E = math.log2(math.e)
@@ -53,6 +53,7 @@ def verify_attn(
     lse = torch.empty((B, T, H), dtype=torch.float32, device=q.device)
     part_lse = torch.empty((chip.n_sms, 2, tiles.block_m), dtype=torch.float32, device=q.device)
     part_o = torch.empty((*part_lse.shape, tiles.latent_pad), dtype=torch.float32, device=q.device)
+    few = has_few_blocks(chip, tiles, B, T, H, page_table.shape[1] * pages.shape[1])
     sizes = {"B": B, "T": T, "H": H, "M": page_table.shape[1], "programs": chip.n_sms}
     rows = merge_rows(B * T * H, chip.n_sms)
     attend, merge = _constexprs(chip, tiles, B, C, value_dim, pages.shape[1], rows)
@@ -74,6 +75,7 @@ def verify_attn(
         q_h=q.stride(2),
         pages_n=pages.stride(0),
         **attend,
+        FEW=few,
         num_warps=tiles.num_warps,
     )
     grid = (triton.cdiv(T * H, rows), B)
@@ -119,13 +121,18 @@ def _compile_cases(
     strides = {"q_b": T * H * C, "q_t": H * C, "q_h": C, "pages_n": page * C}
     arguments = {**inputs, **lengths, "ancestors": "*i64", **outputs, "scale_log2": "fp32", **sizes}
     arguments |= {"n_pages": 4099, "words": n_words(T), **strides}
+    attend["FEW"] = has_few_blocks(chip, tiles, B, T, H, 65 * page)
     name = f"{item} {B}x{T}x{H} page {page} {R}+{P}"
     return [
         CompileCase(
             f"attend {name}", triton_kernels.attend, arguments, attend, tiles.num_warps, tiles.num_stages
         ),
         CompileCase(
-            f"merge {name}", triton_kernels.merge_parts, {**lengths, **outputs, **sizes}, merge, _MERGE_WARPS
+            f"merge {name}",
+            triton_kernels.merge_parts,
+            {**lengths, **outputs, **sizes},
+            merge,
+            _MERGE_WARPS,
         ),
     ]
 

@@ -109,6 +109,7 @@ def attend(
     B_PAD: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
+    FEW: tl.constexpr,  # whether a program has but one or two blocks
 ):
     begin_next(OVERLAP)
     program = tl.program_id(0)
@@ -123,7 +124,9 @@ def attend(
         )
         first = (at - begin) % blocks
         last = tl.minimum(blocks, first + stop - at)
-        full = tl.minimum(last, prefix // BLOCK_N)  # end of the blocks that need no mask
+        full = first  # end of the blocks that need no mask; with few blocks all go through the one loop that masks
+        if not FEW:
+            full = tl.minimum(last, prefix // BLOCK_N)
         row = (at - begin) // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
         live_row = row < n * H
         slot = tl.where(live_row, row // H, 0)
