@@ -45,7 +45,8 @@ def draft_attn(
     B, S, Hq, hd = q.shape
     n_pages, page, Hkv = k_pages.shape[:3]
     chip = chip_of(q.device)
-    tiles = choose_tiles(chip, q.element_size(), S * Hq // Hkv, hd, page)
+    capacity = page_table.shape[1] * page
+    tiles = choose_tiles(chip, q.element_size(), B * Hkv, S * Hq // Hkv, hd, page, capacity + S)
     programs = chip.n_sms * tiles.programs
     out = torch.empty((B, S, Hq, hd), dtype=q.dtype, device=q.device)
     part_lse = torch.empty((programs, 2, tiles.block_m), dtype=torch.float32, device=q.device)
@@ -92,8 +93,13 @@ class Tiles:
         return max(working, 4 * self.block_m * self.width) + 2048
 
 
-def choose_tiles(chip: Chip, item_size: int, rows: int, head_dim: int, page: int) -> Tiles:
-    """The deepest pipeline that fits; rows up to 64 share a tile. Raises `ValueError` where nothing fits.
+def choose_tiles(
+    chip: Chip, item_size: int, heads: int, rows: int, head_dim: int, page: int, keys: int
+) -> Tiles:
+    """For that many key heads of all requests, with `rows` rows and at most `keys` keys each: the deepest pipeline that fits.
+
+    Rows up to 64 share a tile. Where no program can have more than two blocks there is no pipeline: less code, which runs
+    once, takes less time. Raises `ValueError` where nothing fits.
 
     With wgmma, tiles have 64 rows, however few are needed. Weights of fewer rows have another swizzle than the keys whose
     shared memory they take, and for two such operands at one address ptxas 12.8 derives some descriptors from a register
@@ -105,13 +111,15 @@ def choose_tiles(chip: Chip, item_size: int, rows: int, head_dim: int, page: int
     elif chip.has_wgmma and width > 128:  # the output takes the registers that a pipeline's addresses need
         shapes = [(64, 64, 8, 1, 1)]
     else:
-        block_m, block_n = 64, 64
+        block_m, block_n = 64, 32 if page >= 32 else 64
         if not chip.has_wgmma:
             block_m, block_n = max(16, min(32, triton.next_power_of_2(rows))), max(16, min(32, page))
+        few = heads * triton.cdiv(rows, block_m) * (triton.cdiv(keys, block_n) + 1) <= 4 * chip.n_sms
         # Deeper pipelines of narrow blocks, or of keys from several pages, spill.
-        deepest = 2 if page < block_n else 3 if block_n == 16 else 4
-        depths = range(deepest, 1, -1)
-        shapes = [(block_m, block_n, 4, stages, programs) for programs in (2, 1) for stages in depths]
+        deepest = 2 if page < block_n else 3 if chip.has_wgmma or block_n == 16 else 4
+        depths = [1] if few else range(deepest, 1, -1)
+        warps = 4 if width <= 128 else 8
+        shapes = [(block_m, block_n, warps, stages, programs) for programs in (2, 1) for stages in depths]
     for shape in shapes:
         tiles = Tiles(*shape, width)
         if tiles.programs * tiles.shared(item_size) <= chip.shared:
@@ -148,7 +156,7 @@ def _compile_cases(
     window: int | None,
 ) -> list[CompileCase]:
     Hkv = 8
-    tiles = choose_tiles(chip, 4 if item == "fp32" else 2, S * group, hd, page)
+    tiles = choose_tiles(chip, 4 if item == "fp32" else 2, B * Hkv, S * group, hd, page, 65 * page + S)
     attend, merge = _constexprs(chip, tiles, B, group, hd, page, causal, window is not None)
     outputs: dict[str, Any] = {"out": f"*{item}", "part_o": "*fp32", "part_lse": "*fp32"}
     sizes = {"B": B, "S": S, "Hkv": Hkv, "M": 65, "programs": chip.n_sms * tiles.programs}

@@ -46,12 +46,12 @@ def _at(values, b, B_PAD: tl.constexpr):
 def _absorb(acc, top, weight, v, s):
     """Online softmax, base 2: one more block of values [keys, hd] and their scores [rows, keys].
 
-    `weight` keeps a sum per place in the block: one sum over all keys at the end is cheaper than one per block.
+    `weight` keeps a sum per place in eight keys: one sum over all keys at the end is cheaper than one per block.
     """
     new_top = tl.maximum(top, tl.max(s, 1))
     decay = tl.exp2(top - new_top)
     p = tl.exp2(s - new_top[:, None])
-    weight = weight * decay[:, None] + p
+    weight = weight * decay[:, None] + tl.sum(tl.reshape(p, [p.shape[0], p.shape[1] // 8, 8]), 1)
     acc = tl.dot(tl.trans(v), tl.trans(p.to(v.dtype)), acc * decay[None, :], input_precision="ieee")
     return acc, new_top, weight
 
@@ -128,7 +128,6 @@ def attend(
         slot = tl.where(live_row, row // GROUP, 0)
         first = offset % blocks + from_block
         last = tl.minimum(blocks + from_block, first + stop - at)
-        full = tl.minimum(last, length // BLOCK_N)  # end of the blocks within the context
 
         col = tl.arange(0, HD_PAD)
         key = tl.arange(0, BLOCK_N)
@@ -140,42 +139,32 @@ def attend(
         v_head = v_pages + head * v_h
         acc = tl.zeros([HD_PAD, BLOCK_M], tl.float32)
         top = tl.full([BLOCK_M], LOWEST, tl.float32)
-        weight = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        page = tl.load(table + first * BLOCK_N // PAGE, mask=first < full, other=0)
-        for i in tl.range(first, full, num_stages=STAGES):
-            position = i * BLOCK_N
-            if PAGE >= BLOCK_N:
-                page = tl.minimum(tl.maximum(page, 0), n_pages - 1).to(tl.int64)
-                k_at = k_head + page * k_n + position % PAGE * k_p + key * k_p
-                v_at = v_head + page * v_n + position % PAGE * v_p + key * v_p
-                page = tl.load(table + (position + BLOCK_N) // PAGE, mask=i + 1 < full, other=0)
-            else:
-                page_of = tl.load(table + (position + key) // PAGE)
-                page_of = tl.minimum(tl.maximum(page_of, 0), n_pages - 1).to(tl.int64)
-                k_at = k_head + page_of * k_n + (position + key) % PAGE * k_p
-                v_at = v_head + page_of * v_n + (position + key) % PAGE * v_p
-            k = tl.load(k_at[:, None] + col[None, :], mask=inside, other=0.0)
-            v = tl.load(v_at[:, None] + col[None, :], mask=inside, other=0.0)
-            s = tl.dot(query, tl.trans(k), input_precision="ieee") * scale_log2
-            if WINDOW:
-                seen = (position + key)[None, :] + window > (length + slot)[:, None]
-                s = tl.where(seen, s, -float("inf"))
-            acc, top, weight = _absorb(acc, top, weight, v, s)
-
-        # The context's last, partly filled block and the block of queries itself.
-        block_from = tl.cdiv(length, BLOCK_N)
+        weight = tl.zeros([BLOCK_M, 8], tl.float32)
         k_own = block_k + b * block_k_b + head * block_k_h
         v_own = block_v + b * block_v_b + head * block_v_h
-        for i in tl.range(tl.maximum(first, full), last, num_stages=1):
+        block_from = tl.cdiv(
+            length, BLOCK_N
+        )  # the block of queries follows the context's last, partly filled one
+        page = tl.load(table + first * BLOCK_N // PAGE, mask=first < block_from, other=0)
+        for i in tl.range(first, last, num_stages=STAGES):
             is_own = i >= block_from
-            index = tl.where(is_own, i - block_from, i) * BLOCK_N + key
+            start = tl.where(is_own, i - block_from, i) * BLOCK_N
+            index = start + key
             live = index < tl.where(is_own, S, length)
-            page_of = tl.load(table + index // PAGE, mask=live & (not is_own), other=0)
-            page_of = tl.minimum(tl.maximum(page_of, 0), n_pages - 1).to(tl.int64)
-            k_at = k_head + page_of * k_n + index % PAGE * k_p
-            v_at = v_head + page_of * v_n + index % PAGE * v_p
-            k_at = tl.where(is_own, k_own + index * block_k_s, k_at)
-            v_at = tl.where(is_own, v_own + index * block_v_s, v_at)
+            if PAGE >= BLOCK_N:
+                page = tl.minimum(tl.maximum(page, 0), n_pages - 1).to(tl.int64)
+                k_at = tl.where(is_own, k_own + start * block_k_s, k_head + page * k_n + start % PAGE * k_p)
+                v_at = tl.where(is_own, v_own + start * block_v_s, v_head + page * v_n + start % PAGE * v_p)
+                k_at += key * tl.where(is_own, block_k_s, k_p)
+                v_at += key * tl.where(is_own, block_v_s, v_p)
+                page = tl.load(table + (i + 1) * BLOCK_N // PAGE, mask=i + 1 < block_from, other=0)
+            else:
+                page_of = tl.load(table + index // PAGE, mask=live & (not is_own), other=0)
+                page_of = tl.minimum(tl.maximum(page_of, 0), n_pages - 1).to(tl.int64)
+                k_at = k_head + page_of * k_n + index % PAGE * k_p
+                v_at = v_head + page_of * v_n + index % PAGE * v_p
+                k_at = tl.where(is_own, k_own + index * block_k_s, k_at)
+                v_at = tl.where(is_own, v_own + index * block_v_s, v_at)
             k = tl.load(k_at[:, None] + col[None, :], mask=live[:, None] & inside, other=0.0)
             v = tl.load(v_at[:, None] + col[None, :], mask=live[:, None] & inside, other=0.0)
             s = tl.dot(query, tl.trans(k), input_precision="ieee") * scale_log2
