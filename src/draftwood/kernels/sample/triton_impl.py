@@ -22,9 +22,8 @@ from draftwood.tree import DraftTree
 
 _CAPACITY = 1024
 """Tokens among which a top-k cut is found without reading the row again."""
-_MOST_PARTS = 32
-_TILES = 4  # of a program of `survey`
-_PROGRAMS = 1024  # of `weigh`, unless there are more rows
+_MOST_PARTS = 64
+_PROGRAMS = 2048  # of `weigh`, unless there are more rows
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}  # the contract's steps round one by one
 _NO_KEY = -(2**63)
 
@@ -47,7 +46,7 @@ def sample(
     rows = B * T
     arguments = _arguments(logits, params, seed, position, tree, 0)
     arguments |= {"choice": choice, "status": status, "x_out": None, "winners": None}
-    _launch(survey, (rows, triton.cdiv(_tiles(V, 0), _TILES)), arguments)
+    _launch(survey, (rows, _tiles(V, 0)), arguments)
     _launch(pick, (rows,), arguments)
     if arguments["FILTERS"]:
         parts = min(_MOST_PARTS, triton.next_power_of_2(triton.cdiv(_PROGRAMS, rows)), arguments["BLOCKS"])
@@ -75,7 +74,7 @@ def partial(
         arguments = _arguments(logits, params, seed, position, tree, offset)
         status = torch.empty(B, dtype=torch.int32, device=device)
         arguments |= {"choice": None, "status": status, "x_out": x if filters else None, "winners": key}
-        _launch(survey, (B * T, triton.cdiv(_tiles(v, offset), _TILES)), arguments)
+        _launch(survey, (B * T, _tiles(v, offset)), arguments)
         _launch(pick, (B * T,), arguments)
     return Partial(key, x)
 
@@ -121,7 +120,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
     sizes = {"T": 32, "V": V, "M": 8, "offset": 0, "v": V, "blocks": blocks}
     for every in (False, True) if capability == 90 else (True,):  # without extras it is less of the same
         for kernel, own in (
-            (survey, {"TILES": _TILES}),
+            (survey, {}),
             (pick, {"FILTERS": True, "BLOCKS": 512}),
             *(() if every else ((pick, {"FILTERS": False, "BLOCKS": 512}),)),
             (weigh, {"PARTS": _MOST_PARTS}),
@@ -193,7 +192,6 @@ def _arguments(
         "v": v,
         "blocks": blocks,
         "FILTERS": params.unfiltered is None,
-        "TILES": _TILES,
         "OVERLAP": chip_of(logits.device).overlaps,
         "BLOCKS": triton.next_power_of_2(blocks),
         "CAPACITY": _CAPACITY,

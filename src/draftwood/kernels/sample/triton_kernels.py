@@ -1,12 +1,13 @@
 """The device code of `sample`: four launches, and two for a batch without filters.
 
-`survey` reads every logit once and leaves, per block of 512 tokens, the largest x and an upper bound of x + noise, and per
-tile the sum of exp(x). `pick` looks into the blocks with the largest bounds; approximate noise tells the winner of a row
-without top-k and top-p, but for one in hundreds. Top-p cuts too far down to find its cut for every row, but the winner is
-the best token that it keeps, and the best of all is kept with probability top_p. So `pick` takes the three best, `weigh`,
-many programs to a row, sums the weights before each, and `settle` tells whether one is kept. If none is, the search goes on
-among the tokens before them. Where fp32 sums or noise can't tell, and for top-k, `settle` finds the cut exactly, a top-k cut
-among the few tokens above the k-th largest block, and searches below it with exact noise.
+`survey` reads every logit once and leaves, per block of 512 tokens, the largest x, an upper bound of x + noise, and the sum
+of exp(x). `pick` looks into the blocks with the largest bounds, two of a row without a filter and four of others;
+approximate noise tells the best tokens but for one row in hundreds. Top-p cuts too far down to find its cut for every row,
+but the winner is the best token that it keeps, and the best of all is kept with probability top_p. For most rows the sums of
+the blocks that hold something before the best token prove that it is kept. For others `weigh`, many programs to a row, sums
+the weights before the three best, and `settle` tells whether one is kept. If none is, the search goes on among the
+tokens before them; where fp32 sums can't tell, integer sums do; where noise can't, `settle` searches with exact noise. It
+also finds a top-k cut, among the few tokens above the k-th largest block, and searches below it.
 
 x is the logit after step 4 of the contract.
 """
@@ -27,6 +28,7 @@ from draftwood.kernels.sample.triton_nucleus import (
     verdict,
     weight_beside,
     weights_before,
+    weights_exactly_before,
     weights_of_blocks,
 )
 from draftwood.kernels.sample.triton_scores import (
@@ -34,10 +36,10 @@ from draftwood.kernels.sample.triton_scores import (
     TILE,
     Slot,
     by_block,
+    candidates,
     first_of_tile,
     largest_of_blocks,
     live_slots,
-    processed,
     scaled,
     scores,
     sums_of_blocks,
@@ -63,6 +65,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 _NEVER = tl.constexpr(float("-inf"))
 _NO_KEY = tl.constexpr(-(2**63))
 _LAST = tl.constexpr(0x7FFFFFFF)
+_LOWEST_POWER = tl.constexpr(-200.0)  # of two: 0 in f32
 
 
 @triton.jit
@@ -75,42 +78,41 @@ def survey(
     status,  # [B], set to 0
     x_out,  # [B * T, v] f32 or None: x of rows with a filter
     T, V, M, offset, v, blocks,
-    TILES: tl.constexpr,  # of a program
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     begin_next(OVERLAP)
-    row, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b = row // T
     slot = Slot(
         logits + row * v - offset, offset, offset + v, tl.load(temperature + b), tl.load(seed + b),
         tl.load(position + row), b, row % T, live_slots(b, n_slots, tree_status, T), T, V, M, repetition, presence,
         frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
     )  # fmt: skip
-    if (slot.t == 0) & (program == 0):
+    if (slot.t == 0) & (tile == 0):
         tl.store(status + slot.b, 0)
     if slot.t < slot.live:
         rate, p = _LOG2_E / slot.scale, tl.load(top_p + slot.b)
         filtered = (p < 1) | (tl.load(top_k + slot.b) > 0) | (tl.load(log_min_p + slot.b) > _NEVER)
-        for tile in range(program * TILES, tl.minimum((program + 1) * TILES, blocks // _STRIPES)):
-            token = first_of_tile(slot, tile) + tl.arange(0, _TILE)
-            x = processed(slot, token)
-            values = by_block(x)
-            top = largest_of_blocks(values)
-            place = row * blocks + tile * _STRIPES + tl.arange(0, _STRIPES)
-            tl.store(tops + place, scaled(slot, top))
-            bound = top
-            if slot.scale > 0:
-                if p < 1:
-                    below = values - tl.where(top > _NEVER, top, 0.0)[None, :, None]
-                    tl.store(weights + place, sums_of_blocks(tl.exp2(below * rate)))
-                noise = log2_of_bits(tile_bits(slot.seed, slot.position, first_of_tile(slot, tile), _TILE))
-                bound = largest_of_blocks(by_block(tl.fma(x, rate, -noise)))
-                bound = (bound + 32.0) * _LN_2  # may be off by some roundings
-            tl.store(bounds + place, bound)
-            if x_out is not None:  # noqa: SIM102 - the filters are known at run time only
-                if filtered & (slot.scale > 0):
-                    inside = (token >= slot.first) & (token < slot.end)
-                    tl.store(x_out + row * v + token - offset, scaled(slot, x), mask=inside)
+        token = first_of_tile(slot, tile) + tl.arange(0, _TILE)
+        x = candidates(slot, token)
+        values = by_block(x)
+        top = tl.maximum(largest_of_blocks(values), _NEVER)
+        place = row * blocks + tile * _STRIPES + tl.arange(0, _STRIPES)
+        tl.store(tops + place, scaled(slot, top))
+        bound = top
+        if slot.scale > 0:
+            if p < 1:
+                below = values - tl.where(top > _NEVER, top, 0.0)[None, :, None]
+                below = tl.maximum(below * rate, _LOWEST_POWER)
+                tl.store(weights + place, sums_of_blocks(tl.exp2(below)))
+            noise = log2_of_bits(tile_bits(slot.seed, slot.position, first_of_tile(slot, tile), _TILE))
+            bound = tl.maximum(largest_of_blocks(by_block(tl.fma(x, rate, -noise))), _NEVER)
+            bound = (bound + 32.0) * _LN_2  # may be off by some roundings
+        tl.store(bounds + place, bound)
+        if x_out is not None:  # noqa: SIM102 - the filters are known at run time only
+            if filtered & (slot.scale > 0):
+                inside = (token >= slot.first) & (token < slot.end)
+                tl.store(x_out + row * v + token - offset, scaled(slot, tl.maximum(x, _NEVER)), mask=inside)
 
 
 @triton.jit
@@ -279,7 +281,9 @@ def settle(
                     y = logits_of(slot, keys)
                     least = tl.min(scaled(slot, y))
                     count = list_blocks(own_list, of_blocks(own_tops, blocks, BLOCKS), least, BLOCKS)
-                    surely, maybe = weights_before(slot, own_list, 0, count, keys, y, peak, 1)
+                    surely, maybe = weights_exactly_before(
+                        slot, own_list, 0, count, tokens_of(slot, keys), scaled(slot, y), peak
+                    )
                 own = weight_beside(slot, y, peak)
                 best, doubt = verdict(keys, surely, maybe, own, all_weight, p, peak)
                 if doubt:

@@ -50,8 +50,12 @@ def weights_before(slot, listed, start, end, held, y, peak, CHUNK: tl.constexpr)
         tl.zeros([_HELD, CHUNK * _BLOCK], tl.float32),
         tl.zeros([_HELD, CHUNK * _BLOCK], tl.float32),
     )
+    following = processed(slot, listed_tokens(slot, listed, end, start, CHUNK))
     for first in range(start, end, CHUNK):
-        other = processed(slot, listed_tokens(slot, listed, end, first, CHUNK))
+        other = following
+        following = processed(
+            slot, listed_tokens(slot, listed, end, first + CHUNK, CHUNK)
+        )  # is on its way meanwhile
         weight = weight_beside(slot, other, peak)[None, :]
         surely = tl.fma(weight, (other[None, :] > above[:, None]).to(tl.float32), surely)
         maybe = tl.fma(weight, (other[None, :] >= below[:, None]).to(tl.float32), maybe)
@@ -62,12 +66,12 @@ def weights_before(slot, listed, start, end, held, y, peak, CHUNK: tl.constexpr)
         close -= ((tl.load(listed + start) <= own) & (own <= tl.load(listed + end - 1))).to(tl.int32)
     surely, maybe = tl.sum(surely, 1), tl.sum(maybe, 1)
     if tl.max(close) > 0:
-        surely, maybe = _weights_exactly_before(slot, listed, start, end, token, scaled(slot, y), peak)
+        surely, maybe = weights_exactly_before(slot, listed, start, end, token, scaled(slot, y), peak)
     return surely, maybe
 
 
 @triton.jit
-def _weights_exactly_before(slot, listed, start, end, token, x, peak):
+def weights_exactly_before(slot, listed, start, end, token, x, peak):
     """`weights_before` by x and ids."""
     before, own = tl.zeros([_HELD, _BLOCK], tl.float32), tl.zeros([_HELD, _BLOCK], tl.float32)
     token, x = token[:, None], x[:, None]

@@ -137,10 +137,26 @@ def scaled(slot, x):
 
 
 @triton.jit
+def candidates(slot, token):
+    """`processed`, but NaN or -inf where a token is no candidate: for maxima, which pass over both."""
+    if (slot.counts is None) & (slot.bias_ids is None) & (slot.mask_bits is None):
+        x = _loaded(slot, token)
+        return tl.fma(x, 0.0, x)  # infinities become NaN, in half the time that comparing takes
+    else:
+        return processed(slot, token)
+
+
+@triton.jit
+def _loaded(slot, token):
+    inside = (token >= slot.first) & (token < slot.end)
+    return tl.load(slot.logits + token, mask=inside, other=_NEVER)
+
+
+@triton.jit
 def processed(slot, token):
     """Steps 1 to 3."""
     inside = (token >= slot.first) & (token < slot.end)
-    x = _finite(tl.load(slot.logits + token, mask=inside, other=_NEVER))
+    x = _finite(_loaded(slot, token))
     if slot.counts is not None:
         x = _penalised(x, slot, token, inside)
     if slot.bias_ids is not None:

@@ -1,6 +1,6 @@
 """Which tokens of a row have the largest x + noise: blocks are looked into in the order of their upper bounds.
 
-`leaders` ranks tokens by approximate noise and `in_doubt` tells whether that was enough; `search` does without.
+`leaders` ranks the tokens of a few blocks and `in_doubt` tells whether that was enough; `search` looks on until it is.
 
 So the fp64 noise is computed for a few tokens of each row. It does not know why a token may be excluded.
 """
@@ -69,7 +69,7 @@ def of_blocks(values, blocks, BLOCKS: tl.constexpr):
 def leaders(slot, tops, bounds, blocks, peak, least_gap, BLOCKS: tl.constexpr, N: tl.constexpr):
     """[N] keys of the tokens that come first by bounds of their x + noise, their logits before step 4, and what no other token exceeds, as an integer.
 
-    The values of the keys are within `_slack`. Of the N blocks with the largest bounds, every token's bound is made; noise only for N
+    The values of the keys are within `_slack`, and in the right order. Of the N blocks with the largest bounds, every token's bound is made; noise only for N
     tokens. Bounds are rounded up to make room for an index, so that one integer reduction finds the largest and where it is.
     """
     rank, place, at = tl.arange(0, N), tl.arange(0, BLOCKS), tl.arange(0, N * _BLOCK)
@@ -99,7 +99,16 @@ def leaders(slot, tops, bounds, blocks, peak, least_gap, BLOCKS: tl.constexpr, N
     raw = processed(slot, token)
     y = scaled(slot, raw)
     if slot.scale > 0:
-        y -= approximate_log(approximate_rate(random_bits(slot.seed, slot.position, token)))
+        bits = random_bits(slot.seed, slot.position, token)
+        near = y - approximate_log(approximate_rate(bits))
+        slack = 2 * _slack(near)
+        close = tl.abs(near[:, None] - near[None, :]) <= slack[:, None]
+        some = y > _NEVER
+        close = close & some[:, None] & (rank[:, None] != rank[None, :])
+        if tl.max(tl.max(close.to(tl.int32), 1)) > 0:
+            y += gumbel(bits)
+        else:
+            y = near
     keys = tl.where(y > _NEVER, packed(y, token), _NO_KEY)
     return keys, raw, tl.maximum(elsewhere, _ceiling(tl.max(by_token), N * _BLOCK))
 
@@ -122,14 +131,12 @@ def _ceiling(key, SIZE: tl.constexpr):
 
 @triton.jit
 def in_doubt(slot, keys, rest, wanted):
-    """Whether the order of the keys of `leaders`, or which are the `wanted` best tokens, may be another than it seems."""
+    """Whether another token may be among the `wanted` best of the keys of `leaders`."""
     value = packed_value(keys)  # NaN of no key
     slack = tl.where(slot.scale > 0, 2 * _slack(value), 0.0)
-    close = (tl.abs(value[:, None] - value[None, :]) <= slack[:, None]) & (keys[:, None] != keys[None, :])
-    ranked = (slot.scale > 0) & (tl.max(tl.max(close.to(tl.int32), 1)) > 0)  # else ids decide between equals
     better = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
     last = tl.max(tl.where((keys > _NO_KEY) & (better == wanted - 1), ordered(value - slack), _NONE))
-    return ranked | ((rest > _NONE) & (rest >= last))
+    return (rest > _NONE) & (rest >= last)
 
 
 @triton.jit
