@@ -86,7 +86,7 @@ def _machine(console: Console) -> bool:
     from draftwood import bundled
     from draftwood.kernels import KERNELS, KernelUnavailableError
     from draftwood.kernels.chip import chip_of
-    from draftwood.kernels.registry import choose
+    from draftwood.kernels.registry import by_name_only, choose
     from draftwood.kernels.specialised import Use
 
     machine = Table("what", "here", title="machine", title_justify="left")
@@ -125,6 +125,12 @@ def _machine(console: Console) -> bool:
         except KernelUnavailableError as e:
             kernels.add_row(kernel, "none", str(e), "none")
             missing = True
+        for impl in by_name_only(kernel) if device == "cuda" else ():
+            try:
+                why = choose(kernel, device, impl, use=kimi).reason
+            except KernelUnavailableError as e:
+                why = str(e)
+            kernels.add_row(f"{kernel}, by name only", impl, why, "no")
     console.print(kernels)
     return not missing
 

@@ -43,7 +43,7 @@ def affordable(case, impl):
 
 
 def offered(case, impl):
-    if impl in ("gluon", "cuda", "hopper"):  # Hopper's alone: test_gpu.py
+    if impl in ("gluon", "cuda", "hopper", "flash_mla"):  # Hopper's alone: test_gpu.py, test_flash_mla.py
         return False
     return not impl.startswith("triton") or case.kernel not in PRODUCTS or dtype_of(case) != "float64"
 

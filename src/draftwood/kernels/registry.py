@@ -45,6 +45,7 @@ IMPLEMENTATIONS = {
     "gluon": "gluon_impl",
     "cuda": "cuda_impl",
     "hopper": "hopper_impl",
+    "flash_mla": "flash_mla_impl",
     "torch_fixed": "torch_fixed",
     "triton_fixed": "triton_fixed",
 }
@@ -142,9 +143,9 @@ def choose(
     """
     fixed = deterministic and kernel in DEPENDENT
     if requested is not None:
-        function = load(kernel, requested)
         if use is not None and (why_not := refusal(kernel, requested, use)):
             raise KernelUnavailableError(f"kernel `{kernel}`, implementation `{requested}` {why_not}")
+        function = load(kernel, requested)
         if fixed and not _is_fixed(kernel, requested):
             raise KernelUnavailableError(
                 f"kernel `{kernel}`, implementation `{requested}` is not deterministic; expected one of: "
@@ -165,6 +166,12 @@ def choose(
         why = _WHY_BY_ROW if fixed and (kernel, impl) in BY_ROW else _WHY[device, impl]
         return Choice(kernel, impl, why + refused, load(kernel, impl))
     raise KernelUnavailableError(f"kernel `{kernel}` has no implementation for {device}")
+
+
+def by_name_only(kernel: str) -> list[str]:
+    """Its implementations for some uses that are never chosen automatically."""
+    chosen = {impl for order in _ORDER.values() for impl in order}
+    return [impl for impl in IMPLEMENTATIONS if is_specialised(kernel, impl) and impl not in chosen]
 
 
 def for_array(

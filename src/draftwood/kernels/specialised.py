@@ -29,12 +29,12 @@ def is_specialised(kernel: str, impl: str) -> bool:
     return (kernel, impl) in _RULES
 
 
-def _hopper(use: Use) -> str | None:
+def _hopper(use: Use, dtypes: tuple[str, ...] = ("bfloat16",)) -> str | None:
     """What all attention made for Hopper asks for."""
     if use.capability != 90:
         return f"needs compute capability 9.0, this is {use.capability / 10}"
-    if use.dtype != "bfloat16":
-        return f"takes bfloat16, not {use.dtype}"
+    if use.dtype not in dtypes:
+        return f"takes {' and '.join(dtypes)}, not {use.dtype}"
     if (use.value_dim, use.rope_dim) != (512, 64):
         return f"takes latents of 512 + 64, not {use.value_dim} + {use.rope_dim}"
     if use.page not in (16, 32, 64):
@@ -65,10 +65,19 @@ def _attention_by_shape(use: Use) -> str | None:
     return None
 
 
+def _flash_mla(use: Use) -> str | None:
+    """Its dense decode, that is; what it has for other chips is for sparse attention."""
+    if use.page != 64:
+        return f"takes pages of 64, not {use.page}"
+    missing = "needs the package flash_mla, built from deepseek-ai/FlashMLA"
+    return _hopper(use, ("bfloat16", "float16")) or (None if _version("flash_mla") else missing)
+
+
 _RULES: Mapping[tuple[str, str], Callable[[Use], str | None]] = {
     ("verify_attn", "gluon"): _gluon_attention,
     ("verify_attn", "cuda"): _cuda_attention,
     ("verify_attn", "hopper"): _attention_by_shape,
+    ("verify_attn", "flash_mla"): _flash_mla,
 }
 
 
