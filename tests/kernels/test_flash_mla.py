@@ -86,7 +86,7 @@ def test_layers_share_one_schedule_and_inputs_may_have_strides(ours, monkeypatch
         ours.verify_attn, *(x[k] for k in ("page_table", "prefix_len", "ancestors", "n_slots")), 64
     )
     for factor in (1, -1, 0.5):
-        q = (x["q"] * factor).transpose(1, 2).contiguous().transpose(1, 2)
+        q = (x["q"] * factor).mT.contiguous().mT
         o = layer(q, x["pages"], x["tree_kv"], x["scale"], value_dim=512)
         want = load("verify_attn", "torch")(**{**x, "q": q})
         cases.compare(c, to_numpy((o, want[1])), to_numpy(want))
