@@ -66,10 +66,10 @@ class ScoreRule(BaseModel):
 class Scoring:
     """A rule at the temperatures of a batch: what does not change from round to round."""
 
-    factor: Tensor  # [B, D] f32, of draft logits
-    weight: (
-        Tensor | None
-    )  # [B, D] f32, of the noise at temperatures above 0; None where log-probs are scores as they are
+    factor: Tensor
+    """[B, D] f32, of draft logits."""
+    weight: Tensor | None
+    """[B, D] f32, of the noise at temperatures above 0; None where log-probs are scores as they are."""
 
     def of(self, depth: int) -> dict[str, Tensor]:
         """What `topk_logprobs` is to be told, beside the noise, so that its log-probs of the first `depth` depths are scores."""

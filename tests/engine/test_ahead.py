@@ -66,6 +66,37 @@ def test_no_round_is_launched_in_vain(llms, monkeypatch, how):
     assert seen[:3] == ["launch", "launch", "collect"]
 
 
+def test_what_a_round_in_flight_writes_again_is_not_reused(tmp_path, monkeypatch):
+    """It may choose another token than the row's last round did, where two are close: here it leaves nothing fit for use."""
+    folders = write_target(tmp_path / "target", 7), write_drafter(tmp_path / "drafter")
+    llm = LLM(*folders, graphs=True, dtype="float64", page_size=2, budget=8)
+    launch, spoilt = GraphRunner.launch, []
+
+    def spoiling(self, plan):
+        root, stands = self._state.prefix_len[0].item(), not self._state.live[0]
+        flight = launch(self, plan)
+        if stands:
+            spoilt.append(root)
+            for at in range(root + 1, root + 1 + plan.depth):
+                llm.latents.pages[:, self._state.page_table[0, at // 2], at % 2] = np.nan
+        return flight
+
+    monkeypatch.setattr(GraphRunner, "launch", spoiling)
+    (free,) = llm.generate(
+        [[3, 4, 5]], SamplingParams(max_new_tokens=30, ignore_eos=True, seed=1, temperature=0.8)
+    )
+    assert free.rounds[0].emitted == 2
+    assert not spoilt
+    llm.cache.clear()
+    stop = SamplingParams(max_new_tokens=30, stop_token_ids=(free.token_ids[1],), seed=1, temperature=0.8)
+    (ended,) = llm.generate([[3, 4, 5]], stop)
+    assert ended.token_ids == free.token_ids[:2]
+    assert spoilt == [2]
+    (after,) = llm.generate([[3, 4, 5, *free.token_ids[:4]]], SamplingParams(max_new_tokens=3))
+    assert after.cached_tokens == 2
+    assert after.error is None
+
+
 def test_events_add_up(llms):
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     ids = [[] for _ in PROMPTS]

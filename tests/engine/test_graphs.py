@@ -10,7 +10,8 @@ import torch
 from draftwood import LLM, SamplingParams
 from draftwood.drafting import RING, RingDrafting
 from draftwood.engine import chunks, graphs
-from draftwood.engine.graphs import GraphRunner, leaves
+from draftwood.engine.graphs import GraphRunner
+from draftwood.engine.placed import ALIGNED, leaves
 from draftwood.engine.row import Row
 from draftwood.engine.runner import Runner
 from draftwood.kernels.tree_accept import Done
@@ -119,6 +120,7 @@ def test_state_stays_where_it_is(llm):
     start(runner, ROWS)
     held = runner._now
     places = [leaf.data_ptr() for leaf in leaves(held.state)]
+    assert all(place % ALIGNED == 0 for place in places)
     runner.round(TREE)
     recorded = dict(held.rounds)
     start(runner, [*ROWS, row(3, [1, 2])])

@@ -337,8 +337,9 @@ class Engine:
             log.exception("prompt %d, sample %d", request.index, request.output.sample)
             event = request.fail(f"its tokens could not be made text: {type(e).__name__}: {e}")
         else:
-            if row.done != Done.FAILED:
-                self.scheduler.advance(request)
+            if row.done != Done.FAILED:  # a row that is done stands still, in the round after it too
+                flying = any(request in launched.batch for launched in self._flying)
+                self.scheduler.advance(request, repeated=row.done != Done.RUNNING and flying)
         if request.finished:
             self.scheduler.leave(request, sound=row.done != Done.FAILED)
         return event

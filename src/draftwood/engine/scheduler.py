@@ -124,9 +124,13 @@ class Scheduler:
             request.pages += self.cache.take(n)
         return Step([], batch)
 
-    def advance(self, request: Request) -> None:
-        """A round has chosen tokens for the request, which its output has by now."""
-        request.computed = request.proven = request.n_tokens - 1
+    def advance(self, request: Request, *, repeated: bool = False) -> None:
+        """A round has chosen tokens for the request, which its output has by now.
+
+        `repeated`: another one commits from the same position on once more, and where two tokens are close perhaps others.
+        """
+        before, request.computed = request.computed, request.n_tokens - 1
+        request.proven = before if repeated else request.computed
         if not request.published:
             request.published = True
             self._publish(request)
