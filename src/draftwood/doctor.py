@@ -92,7 +92,7 @@ def _machine(console: Console) -> bool:
     machine = Table("what", "here", title="machine", title_justify="left")
     machine.add_row("draftwood", _version("draftwood"))
     machine.add_row("python", platform.python_version())
-    for package in ("torch", "triton"):
+    for package in ("torch", "triton", "cuda-bindings"):
         machine.add_row(package, _version(package))
     machine.add_row("cpu", f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads")
     for i in range(torch.cuda.device_count()):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
@@ -266,12 +267,15 @@ SANITIZED = {
 CAPABILITY = chip_of(torch.device("cuda")).capability if torch.cuda.is_available() else 90
 
 
-def served(cases):
-    """Each case with the implementations made for GPUs that serve it here."""
+EVERY_IMPL = ("triton", "gluon", "cuda", "hopper")
+
+
+def served(cases, impls=EVERY_IMPL[:-1]):
+    """Each case with the implementations made for GPUs that serve it here; `hopper` only chooses between two others."""
     return [
         (case, impl)
         for case in cases
-        for impl in ("triton", "gluon", "cuda")
+        for impl in impls
         if exists(case.kernel, impl) and not refused(case, impl, CAPABILITY)
     ]
 
@@ -353,7 +357,10 @@ def test_a_graph_replays_with_changed_contents(case, impl):
 @pytest.mark.parametrize(
     ("case", "impl"),
     served(
-        cases_with({"verify_attn": [{"B": B, "T": 17, "H": 8, "prefix": 1000, "ragged": 1} for B in (1, 14)]})
+        cases_with(
+            {"verify_attn": [{"B": B, "T": 17, "H": 8, "prefix": 1000, "ragged": 1} for B in (1, 14)]}
+        ),
+        EVERY_IMPL,
     ),
     ids=case_id,
 )
@@ -377,6 +384,22 @@ def test_layers_of_a_pass_take_turns_in_a_graph(case, impl):
         graph.replay()
         for out, (o, lse) in zip(outs, want, strict=True):
             cases_of(case.kernel).compare(case, to_numpy((out, lse)), to_numpy((o, lse)))
+
+
+@pytest.mark.parametrize(
+    ("case", "impl"),
+    served(
+        cases_with({"verify_attn": [{"B": B, "T": 17, "H": 8, "prefix": 1000} for B in (1, 64)]}), EVERY_IMPL
+    ),
+    ids=case_id,
+)
+def test_attention_in_a_thread_where_nothing_was_launched(case, impl):
+    """Such a thread has no context yet, and memory that was freed before gives it none."""
+    inputs = torch_inputs(case, cases_of(case.kernel).make(case), "cuda")
+    want = to_numpy(load(case.kernel, impl)(**inputs))
+    with ThreadPoolExecutor(1) as pool:
+        got = pool.submit(load(case.kernel, impl), **inputs).result()
+    cases_of(case.kernel).compare(case, to_numpy(got), want)
 
 
 def test_all_kernels_in_one_graph():

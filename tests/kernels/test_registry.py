@@ -40,6 +40,15 @@ def test_hopper_gets_its_own_attention_for_what_that_is_made_for(monkeypatch):
     assert choose("verify_attn", "cuda").impl == "triton"
 
 
+def test_attention_by_shape_where_both_of_its_kernels_can_be_had(monkeypatch):
+    monkeypatch.setattr(specialised, "_version", {"triton": "3.6", "cuda-bindings": "13.0"}.get)
+    monkeypatch.setattr("draftwood.kernels.registry.load", lambda kernel, impl: impl)
+    choice = choose("verify_attn", "cuda", use=KIMI)
+    assert (choice.impl, choice.function) == ("hopper", "hopper")
+    assert choice.reason.endswith("few tiles in CUDA C++, others in Gluon")
+    assert choose("verify_attn", "cuda", "cuda", use=KIMI).impl == "cuda"
+
+
 @pytest.mark.parametrize(
     ("use", "reason"),
     [

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,15 @@ def _bytes(size: Callable[..., Any], get: Callable[..., Any], program: Any) -> b
     return to
 
 
+@contextmanager
+def context_of(device: torch.device) -> Iterator[None]:
+    """Make a device's primary context current. torch leaves that to its own first launch in a thread; the driver asks for it."""
+    with torch.cuda.device(device):
+        if not int(checked(driver.cuCtxGetCurrent())):
+            checked(driver.cuCtxSetCurrent(checked(driver.cuDevicePrimaryCtxRetain(device.index))))
+        yield
+
+
 class CudaKernel:
     """A kernel of one device's context, with `shared` bytes of shared memory, in clusters of any size."""
 
@@ -108,7 +118,12 @@ class CudaKernel:
 
 
 def tensor_map(rows: Tensor, box_rows: int, box_chunks: int) -> driver.CUtensorMap:
-    """Of bf16 `rows` [n, columns] as chunks of 64 columns: boxes of chunks x rows x 64, swizzled by 128 bytes; zeros past the end."""
+    """Of bf16 `rows` [n, columns] as chunks of 64 columns: boxes of chunks x rows x 64, swizzled by 128 bytes; zeros past the end.
+
+    It holds an address, and keeps no memory alive. Raises `TypeError` for another dtype.
+    """
+    if rows.dtype != torch.bfloat16:
+        raise TypeError(f"tensor map: expected bfloat16, got {rows.dtype}")
     n, columns = rows.shape
     return checked(
         driver.cuTensorMapEncodeTiled(

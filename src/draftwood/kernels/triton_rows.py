@@ -23,6 +23,13 @@ def check_rows(**tensors: Tensor | None) -> None:
             raise ValueError(f"`{name}`: the last axis must be contiguous, got strides {tensor.stride()}")
 
 
+def check_contiguous(**tensors: Tensor) -> None:
+    """Raise `ValueError` naming a tensor that is not contiguous, for what is written in place."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"`{name}`: must be contiguous, got strides {tensor.stride()}")
+
+
 @triton.jit
 def wide(x):
     """f32, or f64 for f64: what is computed in."""

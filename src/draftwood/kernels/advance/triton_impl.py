@@ -9,6 +9,7 @@ from torch import Tensor
 
 from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.tree_accept import Accepted, Done
+from draftwood.kernels.triton_rows import check_contiguous
 from draftwood.tree import DraftTree
 
 _RUNNING = tl.constexpr(int(Done.RUNNING))
@@ -23,14 +24,16 @@ def advance(
     tree: DraftTree,
     accepted: Accepted,
 ) -> Tensor:
-    """See `draftwood.kernels.advance.advance`."""
+    """See `draftwood.kernels.advance.advance`. Raises `ValueError` where what is written is not contiguous."""
+    moved = {"root": root, "prefix_len": prefix_len, "max_new": max_new, "context_left": context_left}
+    check_contiguous(**moved, live=live)
     (B, T), C = tree.tokens.shape, accepted.path.shape[1]
     table = torch.empty((B, 2 + 2 * C + 4 * T), dtype=torch.int32, device=root.device)
     slots = (tree.tokens, tree.parents, tree.depths, tree.scores.view(torch.int32))
     if B > 0:
         _advance[(B,)](
-            *(root, prefix_len, max_new, context_left, live),
-            *(accepted.done, accepted.n_path, accepted.bonus, tree.n_slots),
+            *(*moved.values(), live),
+            *(x.contiguous() for x in (accepted.done, accepted.n_path, accepted.bonus, tree.n_slots)),
             *(x.contiguous() for x in (accepted.emitted, accepted.path, *slots)),
             *(table, C, T),
             **_blocks(C, T),

@@ -7,19 +7,20 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwood.kernels.compile_case import CompileCase
-from draftwood.kernels.triton_rows import warps
+from draftwood.kernels.triton_rows import check_contiguous, warps
 
 _TILE = 4096  # numbers at a time
 _EACH = 8  # numbers per thread: one 16-byte load of bf16
 
 
 def keep_features(ring: Tensor, first: Tensor, count: Tensor, features: Tensor, position: Tensor) -> None:
-    """See `draftwood.kernels.keep_features.keep_features`."""
+    """See `draftwood.kernels.keep_features.keep_features`. Raises `ValueError` where what is written is not contiguous."""
+    check_contiguous(ring=ring, first=first, count=count)
     B, R, F = ring.shape
     tile = min(_TILE, triton.next_power_of_2(F))
     if B > 0:
         _keep[(B,)](
-            *(ring, first, count, features.contiguous(), position),
+            *(ring, first, count, features.contiguous(), position.contiguous()),
             R=R,
             WIDTH=F,
             TILE=tile,

@@ -13,7 +13,7 @@ def path_features(taps: Sequence[Array], path: Array, *, impl: str | None = None
 
     Args:
         taps: K arrays [B, T, d] of one dtype, the residual stream after the tapped layers; or one [K, B, T, d].
-        path: [B, S] i32, below T; may be one row for all requests.
+        path: [B, S] i32, below T; may be one row expanded to all requests.
         impl: implementation name; None chooses by the type and device of `path`.
 
     Returns:

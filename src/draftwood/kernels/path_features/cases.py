@@ -1,4 +1,4 @@
-"""Cases of `path_features`: paths with their padding, one row for all requests, widths that fill no tile."""
+"""Cases of `path_features`: paths with their padding, widths that fill no tile."""
 
 from __future__ import annotations
 

@@ -51,6 +51,12 @@ def verify_attn(
     )
 
 
+def check_pages(pages: Array) -> None:
+    """Raise `ValueError` where a tensor's pages are not contiguous, for implementations that read them through one tensor map."""
+    if not pages.is_contiguous():
+        raise ValueError(f"`pages`: expected contiguous pages, got strides {pages.stride()}")
+
+
 def use_of(q: Array, pages: Array, value_dim: int) -> Use:
     """Of tensors; see `verify_attn` for them."""
     from draftwood.kernels.chip import chip_of

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftwood.kernels.nvrtc import CudaKernel, compile_cubin, tensor_map
+from draftwood.kernels.nvrtc import CudaKernel, compile_cubin, context_of, tensor_map
 from draftwood.kernels.specialised import refusal
-from draftwood.kernels.verify_attn import use_of
+from draftwood.kernels.verify_attn import check_pages, use_of
 from draftwood.kernels.verify_attn.cuda_tile import Tile, choose_tile, shared_bytes
 
 WIDTH, VALUE_DIM = 576, 512
@@ -41,13 +41,11 @@ def verify_attn(
 ) -> tuple[Tensor, Tensor]:
     """See `draftwood.kernels.verify_attn.verify_attn`.
 
-    Raises `NotImplementedError` for a use that this is not made for, and `ValueError` where the pages are not contiguous.
-    Lengths and page ids out of range are clamped.
+    Raises `NotImplementedError` for a use that this is not made for, `ValueError` where the pages are not contiguous, and
+    `TypeError` for another dtype than the contract's: the kernel takes plain addresses. Lengths and page ids out of range are clamped.
     """
     if why_not := refusal("verify_attn", "cuda", use_of(q, pages, value_dim)):
         raise NotImplementedError(f"cuda {why_not}")
-    if not pages.is_contiguous():
-        raise ValueError(f"`pages`: expected contiguous pages, got strides {pages.stride()}")
     attention = Attention(page_table, prefix_len, ancestors, n_slots, pages.shape[1])
     return attention.with_lse(q, pages, tree_kv, scale)
 
@@ -59,20 +57,26 @@ class Attention:
         self, page_table: Tensor, prefix_len: Tensor, ancestors: Tensor, n_slots: Tensor, page: int
     ) -> None:
         self.page = page
-        self.shared = [x.contiguous() for x in (page_table, prefix_len, n_slots, ancestors)]
+        of_i32 = {"page_table": page_table, "prefix_len": prefix_len, "n_slots": n_slots}
+        for name, x in (*of_i32.items(), ("ancestors", ancestors)):
+            want = torch.int32 if name in of_i32 else torch.int64
+            if x.dtype != want:
+                raise TypeError(f"`{name}`: expected {want}, got {x.dtype}")
+        self.shared = [x.contiguous() for x in (*of_i32.values(), ancestors)]
 
     def __call__(self, q: Tensor, pages: Tensor, tree_kv: Tensor, scale: float, *, value_dim: int) -> Tensor:
         """o [B, T, H, R]; the arguments are those that differ from layer to layer."""
         return self.with_lse(q, pages, tree_kv, scale)[0]
 
     def with_lse(self, q: Tensor, pages: Tensor, tree_kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """o, and lse [B, T, H]."""
+        """o, and lse [B, T, H]. Raises as `verify_attn` does for the pages and for dtypes."""
+        check_pages(pages)
         B, T, H, _ = q.shape
         page_table, *_, ancestors = self.shared
         q, tree_kv = q.contiguous(), tree_kv.contiguous()
         o = torch.empty((B, T, H, VALUE_DIM), dtype=q.dtype, device=q.device)
         lse = torch.empty((B, T, H), dtype=torch.float32, device=q.device)
-        with torch.cuda.device(q.device):
+        with context_of(q.device):
             tile = tile_of(B, T * H, keys_of(page_table, self.page, T), q.device.index)
             chunks = 3 if self.page == 64 else 1  # boxes of fewer rows would lie apart
             arguments = (
@@ -94,7 +98,7 @@ verify_attn.prepare = Attention  # type: ignore[attr-defined]
 
 @cache
 def tile_of(B: int, rows: int, keys: int, device: int) -> Tile:
-    """See `choose_tile`; the device must be current."""
+    """See `choose_tile`; the device's context must be current."""
     return choose_tile(B, rows, keys, kernel(32, 1, 64, device, "probe").resident_clusters)
 
 
@@ -112,6 +116,6 @@ def keys_of(page_table: Tensor, page: int, T: int) -> int:
 
 @cache
 def kernel(rows: int, cluster: int, page: int, device: int, name: str = "attend") -> CudaKernel:
-    """Ready for launches in the context of a device, which must be current."""
+    """Ready for launches in a device's context, which must be current."""
     cubin = compile_cubin(SOURCE, options_of(rows, cluster, page))
     return CudaKernel(cubin, name, THREADS, shared_bytes(rows, cluster))

@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from draftwood.kernels.chip import chip_of
 from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.specialised import refusal
-from draftwood.kernels.verify_attn import gluon_kernels, gluon_plan, use_of
+from draftwood.kernels.verify_attn import check_pages, gluon_kernels, gluon_plan, use_of
 
 WIDTH, ROPE_DIM = 576, 64
 
@@ -49,8 +49,6 @@ def verify_attn(
     """
     if why_not := refusal("verify_attn", "gluon", use_of(q, pages, value_dim)):
         raise NotImplementedError(f"gluon {why_not}")
-    if not pages.is_contiguous():
-        raise ValueError(f"`pages`: expected contiguous pages, got strides {pages.stride()}")
     attention = Attention(page_table, prefix_len, ancestors, n_slots, pages.shape[1])
     return attention.with_lse(q, pages, tree_kv, scale)
 
@@ -75,7 +73,8 @@ class Attention:
         return self.with_lse(q, pages, tree_kv, scale)[0]
 
     def with_lse(self, q: Tensor, pages: Tensor, tree_kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """o, and lse [B, T, H]."""
+        """o, and lse [B, T, H]. Raises as `verify_attn` does for the pages."""
+        check_pages(pages)
         B, T, H, _ = q.shape
         sizes = {"B": B, "T": T, "H": H, "M": self.page_table.shape[1], "n_pages": pages.shape[0]}
         few = {"PAGE": self.page, "PROGRAMS": self.programs, "B_PAD": _padded(B)}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from draftwood.kernels.nvrtc import context_of
 from draftwood.kernels.specialised import refusal
 from draftwood.kernels.verify_attn import cuda_impl, gluon_impl, use_of
 
@@ -51,5 +51,5 @@ verify_attn.prepare = Attention  # type: ignore[attr-defined]
 def _few(q: Tensor, page_table: Tensor, page: int) -> bool:
     """Of blocks of keys for each thread block, if prefixes are as long as the page table allows."""
     B, T, H, _ = q.shape
-    with torch.cuda.device(q.device):
+    with context_of(q.device):
         return cuda_impl.tile_of(B, T * H, cuda_impl.keys_of(page_table, page, T), q.device.index).is_fast
