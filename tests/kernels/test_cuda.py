@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from draftwood.kernels.verify_attn.cuda_tile import CLUSTERS, COST, choose_tile, shared_bytes
 
@@ -37,6 +38,21 @@ def test_compiles(rows, cluster, page, tmp_path, monkeypatch):
     nvrtc.compile_cubin.cache_clear()
     monkeypatch.setattr(nvrtc, "compile_logged", None)
     assert nvrtc.compile_cubin(SOURCE, options_of(rows, cluster, page)) == first
+
+
+@pytest.mark.parametrize("name", ["page_table", "prefix_len", "n_slots", "ancestors"])
+def test_integers_that_the_kernel_would_misread_are_refused(name):
+    pytest.importorskip("cuda.bindings.driver", reason="needs the package cuda-bindings")
+    pytest.importorskip("triton", reason="needs Triton, whose cache it uses")
+    from draftwood.kernels.verify_attn.cuda_impl import Attention
+
+    shapes = {"page_table": (1, 3), "prefix_len": (1,), "n_slots": (1,)}
+    given = {n: torch.zeros(shape, dtype=torch.int32) for n, shape in shapes.items()}
+    given |= {"ancestors": torch.zeros(1, 2, 1, dtype=torch.int64)}
+    Attention(**given, page=64)
+    other = torch.int32 if name == "ancestors" else torch.int64
+    with pytest.raises(TypeError, match=f"`{name}`: expected torch.int.., got {other}"):
+        Attention(**given | {name: given[name].to(other)}, page=64)
 
 
 @pytest.mark.parametrize("B", [1, 2, 8, 64])

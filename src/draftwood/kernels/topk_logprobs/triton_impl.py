@@ -12,7 +12,8 @@ from torch import Tensor
 from draftwood.kernels.chip import chip_of
 from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.topk_logprobs import Partial, check_arguments
-from draftwood.kernels.topk_logprobs.triton_kernels import SCAN_TILE, TILE, combine, scan, select, stream
+from draftwood.kernels.topk_logprobs.triton_kernels import TILE, select, stream
+from draftwood.kernels.topk_logprobs.triton_scan import SCAN_TILE, combine, scan
 
 
 class Noise(NamedTuple):

@@ -3,8 +3,8 @@
 Warpgroup w owns half w of the value columns, an accumulator of 64 x 256 in registers. Of a pair of blocks it scores block w,
 publishes those softmax weights and their reference in shared memory, and adds both blocks' weighted values to its half (the
 "seesaw" of FlashMLA: one's softmax runs beside the other's products; so the odd block's scores take their turn after the even
-one's). The even blocks have one buffer, the odd ones another,
-and a block's weights take the place of its rope columns, which nothing reads after its scores.
+one's). The even blocks have one buffer, the odd ones another, and a block's weights take the place of its rope columns,
+which nothing reads after its scores.
 
 Both operands of every product come from shared memory: ptxas before CUDA 13.3 can overwrite a register operand of an
 asynchronous product too early. Each barrier is an allocation of its own, for the compiler synchronises the warps between
@@ -295,7 +295,7 @@ def _write(outputs, acc, top, weight, b, tile_row, n, sizes, whole, slot, W: gl.
 @gluon.jit(do_not_specialize=SIZES)
 def attend(
     q_desc,  # [B T H, 576], in pieces of [64, 64]
-    kv_desc,  # [n_pages 64, 576]
+    kv_desc,  # [n_pages PAGE, 576], in pieces of [PAGE, 64]
     tree_desc,  # [B T, 576]
     page_table,  # [B, M]
     prefix_len,
