@@ -60,6 +60,9 @@ def test_parts_of_wider_tensors(kernel, impl):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_row_is_the_same_whatever_others_there_are(kernel, dtype, impl):
     whole = inputs_of(kernel, dtype, 2)
+    if whole.get("start") is not None:  # a row's position is then told by two tensors
+        absolute = whole["start"][:, None] + whole["positions"]
+        whole |= {"positions": absolute.flatten(), "start": None}
     by_row = {"x", "a", "b", "gate_up", "q_rope", "k_rope", "latent", "cos", "sin", "positions", *OUTPUTS}
     N = max(len(v) for k, v in whole.items() if k in by_row and v is not None)
     for start, stop in ((0, N), (N - 1, N), (1, N)):

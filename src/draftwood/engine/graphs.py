@@ -301,10 +301,12 @@ class GraphRunner(Runner):
             return
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(WARM_UPS):
-                step()
-        torch.cuda.current_stream().wait_stream(aside)
+        try:
+            with torch.cuda.stream(aside):
+                for _ in range(WARM_UPS):
+                    step()
+        finally:  # what was launched before an error still writes
+            torch.cuda.current_stream().wait_stream(aside)
 
 
 def padded_batch(rows: int) -> int:

@@ -199,10 +199,10 @@ class World:
     def _abandon(self) -> None:
         """End without a farewell."""
         self._is_open = False
-        self._let_go()
         if self._processes is not None:
             self._processes.end(within=0.0)
             torch.set_num_threads(self._threads)
+        self._let_go()
         if not self._alarm:
             _abort()
         if dist.is_initialized():
