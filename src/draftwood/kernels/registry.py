@@ -65,13 +65,11 @@ _ORDER = {"cpu": ("torch",), "cuda": ("hopper", "gluon", "triton", "torch")}
 """An implementation that is not here, such as "cuda", runs only where it is asked for by name."""
 
 _FIXED_ORDER = {"cpu": ("torch_fixed",), "cuda": ("triton_fixed", "triton", "torch_fixed")}
+_FOR_HOPPER = "made for this GPU, bfloat16 and latents of 512 + 64"
 _WHY = {
     ("cpu", "torch"): "runs anywhere; triton needs a GPU",
-    (
-        "cuda",
-        "hopper",
-    ): "made for this GPU, bfloat16 and latents of 512 + 64: few tiles in CUDA C++, others in Gluon",
-    ("cuda", "gluon"): "made for this GPU, bfloat16 and latents of 512 + 64",
+    ("cuda", "hopper"): f"{_FOR_HOPPER}: few tiles in CUDA C++, others in Gluon",
+    ("cuda", "gluon"): _FOR_HOPPER,
     ("cuda", "triton"): "the fastest there is for this GPU",
     ("cuda", "torch"): "no triton implementation yet",
     ("cpu", "torch_fixed"): "deterministic: the order of sums is fixed",

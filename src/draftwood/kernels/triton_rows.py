@@ -24,7 +24,7 @@ def check_rows(**tensors: Tensor | None) -> None:
 
 
 def check_contiguous(**tensors: Tensor) -> None:
-    """Raise `ValueError` naming a tensor that is not contiguous, for what is written in place."""
+    """Raise `ValueError` naming a tensor that is not contiguous."""
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise ValueError(f"`{name}`: must be contiguous, got strides {tensor.stride()}")

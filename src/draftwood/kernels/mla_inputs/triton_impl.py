@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwood.kernels.compile_case import CompileCase
-from draftwood.kernels.triton_rows import check_rows, inverse_rms, partner, warps, wide
+from draftwood.kernels.triton_rows import check_contiguous, check_rows, inverse_rms, partner, warps, wide
 
 _TILE = 1024  # numbers of queries per program
 _EACH = 8  # numbers per thread
@@ -27,9 +27,7 @@ def mla_inputs(
     """See `draftwood.kernels.mla_inputs.mla_inputs`. Raises `ValueError` where numbers of a row or head, or all of `q` or
     `latents`, are not contiguous."""
     check_rows(q_rope=q_rope, k_rope=k_rope, latent=latent)
-    for name, out in (("q", q), ("latents", latents)):
-        if not out.is_contiguous():
-            raise ValueError(f"`{name}`: must be contiguous, got strides {out.stride()}")
+    check_contiguous(q=q, latents=latents)
     (N, H, P), R = q_rope.shape, latent.shape[1]
     constexprs, num_warps = _config(H, R, P)
     _fill[(N, 1 + triton.cdiv(H, constexprs["HEADS"]))](

@@ -17,6 +17,7 @@ from draftwood.kernels.chip import Chip, chip_of
 from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.moe import triton_kernels
 from draftwood.kernels.triton_overlap import overlapped
+from draftwood.kernels.triton_rows import check_rows
 
 _ROUTER_TILE = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128}
 _MOST_SPLITS = 16
@@ -56,7 +57,7 @@ def run(
 ) -> Tensor:
     """`moe`, its tiles and splits chosen for `planned_for` tokens, by default those there are."""
     routing, experts = route(x, router, bias, planned_for=planned_for, top_k=top_k, **options)
-    _check_rows(gate_up=gate_up, down=down)
+    check_rows(gate_up=gate_up, down=down)
     N, d = x.shape
     E, _, I = down.shape
     pairs = N * top_k
@@ -107,7 +108,7 @@ def route(
     """
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"`x`: expected bfloat16, float16 or float32, got {x.dtype}")
-    _check_rows(x=x, router=router)
+    check_rows(x=x, router=router)
     N, d = x.shape
     E = len(router)
     chip = chip_of(x.device)
@@ -304,9 +305,3 @@ def _select_constexprs(
 def _align_constexprs(tile: Tile, pairs: int, E: int) -> dict[str, int]:
     chunk = min(_CHUNK, max(32, triton.next_power_of_2(pairs)))
     return {"BLOCK_M": tile.block_m, "E_PAD": max(2, triton.next_power_of_2(E)), "CHUNK": chunk}
-
-
-def _check_rows(**matrices: Tensor) -> None:
-    for name, matrix in matrices.items():
-        if matrix.stride(-1) != 1:
-            raise ValueError(f"`{name}`: rows must be contiguous, got strides {matrix.stride()}")

@@ -19,6 +19,7 @@ from draftwood.kernels.moe import triton_impl as moe_impl
 from draftwood.kernels.moe.triton_impl import combine, local, put_in_order, route
 from draftwood.kernels.moe_int4 import GROUP, PER_WORD, triton_kernels
 from draftwood.kernels.triton_overlap import overlapped
+from draftwood.kernels.triton_rows import check_contiguous
 
 _ACTIVATE_BLOCK = 256
 _SPLIT_TO = 4
@@ -68,9 +69,7 @@ def run(
         "down_packed": down_packed,
         "down_scale": down_scale,
     }
-    for name, array in quantised.items():
-        if not array.is_contiguous():
-            raise ValueError(f"`{name}`: must be contiguous, got strides {array.stride()}")
+    check_contiguous(**quantised)
     (N, d), (E, _, words) = x.shape, down_packed.shape
     I = words * PER_WORD
     pairs = experts.numel()
