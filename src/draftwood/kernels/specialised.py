@@ -43,19 +43,14 @@ def _hopper(use: Use, dtypes: tuple[str, ...] = ("bfloat16",)) -> str | None:
 
 
 def _gluon_attention(use: Use) -> str | None:
-    triton = _version("triton")
-    if triton != "3.6":
-        return (
-            _hopper(use)
-            or f"is written for Triton 3.6, whose Gluon others do not understand; this is {triton}"
-        )
-    return _hopper(use)
+    triton = _version("triton") or "not installed"
+    other = f"is written for Triton 3.6, whose Gluon others do not understand; this is {triton}"
+    return _hopper(use) or (None if triton == "3.6" else other)
 
 
 def _cuda_attention(use: Use) -> str | None:
-    if _version("cuda-bindings") is None:
-        return _hopper(use) or "needs the package cuda-bindings, which torch's wheels for CUDA bring along"
-    return _hopper(use)
+    missing = "needs the package cuda-bindings, which torch's wheels for CUDA bring along"
+    return _hopper(use) or (None if _version("cuda-bindings") else missing)
 
 
 def _attention_by_shape(use: Use) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from draftwood.kernels.registry import for_array
-from draftwood.kernels.specialised import Use
+from draftwood.kernels.specialised import Use, refusal
 from draftwood.tree import Array
 
 PAGE_SIZES = (16, 32, 64)
@@ -49,6 +49,12 @@ def verify_attn(
     return fn(  # type: ignore[no-any-return]
         q, pages, page_table, prefix_len, tree_kv, ancestors, n_slots, scale, value_dim=value_dim
     )
+
+
+def check_use(impl: str, q: Array, pages: Array, value_dim: int) -> None:
+    """Raise `NotImplementedError` for a use that an implementation is not made for, saying why."""
+    if why_not := refusal("verify_attn", impl, use_of(q, pages, value_dim)):
+        raise NotImplementedError(f"{impl} {why_not}")
 
 
 def check_pages(pages: Array) -> None:

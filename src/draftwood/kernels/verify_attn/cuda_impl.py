@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from draftwood.kernels.nvrtc import CudaKernel, compile_cubin, context_of, tensor_map
-from draftwood.kernels.specialised import refusal
-from draftwood.kernels.verify_attn import check_pages, use_of
+from draftwood.kernels.verify_attn import check_pages, check_use
 from draftwood.kernels.verify_attn.cuda_tile import Tile, choose_tile, shared_bytes
 
 WIDTH, VALUE_DIM = 576, 512
@@ -44,8 +43,7 @@ def verify_attn(
     Raises `NotImplementedError` for a use that this is not made for, `ValueError` where the pages are not contiguous, and
     `TypeError` for another dtype than the contract's: the kernel takes plain addresses. Lengths and page ids out of range are clamped.
     """
-    if why_not := refusal("verify_attn", "cuda", use_of(q, pages, value_dim)):
-        raise NotImplementedError(f"cuda {why_not}")
+    check_use("cuda", q, pages, value_dim)
     attention = Attention(page_table, prefix_len, ancestors, n_slots, pages.shape[1])
     return attention.with_lse(q, pages, tree_kv, scale)
 

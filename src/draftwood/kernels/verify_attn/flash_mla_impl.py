@@ -15,8 +15,7 @@ from flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from torch import Tensor
 
 from draftwood.kernels.registry import for_array
-from draftwood.kernels.specialised import refusal
-from draftwood.kernels.verify_attn import use_of
+from draftwood.kernels.verify_attn import check_pages, check_use, use_of
 
 _DECODE = "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits softmax_scale"
 
@@ -40,10 +39,8 @@ def verify_attn(
 
     Raises `NotImplementedError` for a use that FlashMLA is not made for, and `ValueError` where the pages are not contiguous.
     """
-    if why_not := refusal("verify_attn", "flash_mla", use_of(q, pages, value_dim)):
-        raise NotImplementedError(f"flash_mla {why_not}")
-    if not pages.is_contiguous():
-        raise ValueError(f"`pages`: expected contiguous pages, got strides {pages.stride()}")
+    check_use("flash_mla", q, pages, value_dim)
+    check_pages(pages)
     attention = Attention(page_table, prefix_len, ancestors, n_slots, pages.shape[1])
     return attention.with_lse(q, pages, tree_kv, scale, value_dim=value_dim)
 

@@ -17,8 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from draftwood.kernels.chip import chip_of
 from draftwood.kernels.compile_case import CompileCase
-from draftwood.kernels.specialised import refusal
-from draftwood.kernels.verify_attn import check_pages, gluon_kernels, gluon_plan, use_of
+from draftwood.kernels.verify_attn import check_pages, check_use, gluon_kernels, gluon_plan
 
 WIDTH, ROPE_DIM = 576, 64
 
@@ -47,8 +46,7 @@ def verify_attn(
     Raises `NotImplementedError` for a use that this is not made for, and `ValueError` where the pages are not contiguous.
     Lengths and page ids out of range are clamped.
     """
-    if why_not := refusal("verify_attn", "gluon", use_of(q, pages, value_dim)):
-        raise NotImplementedError(f"gluon {why_not}")
+    check_use("gluon", q, pages, value_dim)
     attention = Attention(page_table, prefix_len, ancestors, n_slots, pages.shape[1])
     return attention.with_lse(q, pages, tree_kv, scale)
 

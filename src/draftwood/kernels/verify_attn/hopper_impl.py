@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from draftwood.kernels.nvrtc import context_of
-from draftwood.kernels.specialised import refusal
-from draftwood.kernels.verify_attn import cuda_impl, gluon_impl, use_of
+from draftwood.kernels.verify_attn import check_use, cuda_impl, gluon_impl
 
 
 def verify_attn(
@@ -22,8 +21,7 @@ def verify_attn(
     value_dim: int,
 ) -> tuple[Tensor, Tensor]:
     """See `draftwood.kernels.verify_attn.verify_attn`. Raises as `gluon` and `cuda` do."""
-    if why_not := refusal("verify_attn", "hopper", use_of(q, pages, value_dim)):
-        raise NotImplementedError(f"hopper {why_not}")
+    check_use("hopper", q, pages, value_dim)
     attend = cuda_impl.verify_attn if _few(q, page_table, pages.shape[1]) else gluon_impl.verify_attn
     return attend(q, pages, page_table, prefix_len, tree_kv, ancestors, n_slots, scale, value_dim=value_dim)
 
