@@ -38,6 +38,7 @@ from draftwood.bench.options import (
     split,
 )
 from draftwood.bench.supervisor import worker_of
+from draftwood.kernels.registry import ORDER
 
 CPU_CASES = 4
 
@@ -257,13 +258,7 @@ def _jobs(
         limit=CPU_CASES if limit is None and not gpu and not narrowed else limit,
         capability=capability_of(device),
     )
-    usual = (
-        ("hopper", "gluon", "triton", "torch")
-        if gpu
-        else ("torch", "ref")
-        if chosen.suite == "small"
-        else ("torch",)
-    )
+    usual = ORDER[device] if gpu or chosen.suite == "bench" else (*ORDER[device], "ref")
     jobs = select(catalog, chosen, usual, first_only=gpu and vs is None)
     if not jobs:
         raise UsageError("nothing to measure: no case is left after the filters")

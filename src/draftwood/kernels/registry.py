@@ -61,8 +61,8 @@ others choose, copy or draft, and no choice depends on a draft."""
 BY_ROW = tuple((kernel, "triton") for kernel in BETWEEN_PRODUCTS if kernel in DEPENDENT)
 """Ordinary implementations of these that compute every row by itself, so that they serve deterministic mode too."""
 
-_ORDER = {"cpu": ("torch",), "cuda": ("hopper", "gluon", "triton", "torch")}
-"""An implementation that is not here, such as "cuda", runs only where it is asked for by name."""
+ORDER = {"cpu": ("torch",), "cuda": ("hopper", "gluon", "triton", "torch")}
+"""What is chosen on a device, best first. An implementation that is not here, such as "cuda", runs only where it is asked for by name."""
 
 _FIXED_ORDER = {"cpu": ("torch_fixed",), "cuda": ("triton_fixed", "triton", "torch_fixed")}
 _FOR_HOPPER = "made for this GPU, bfloat16 and latents of 512 + 64"
@@ -150,10 +150,10 @@ def choose(
                 + ", ".join(impl for impl in _FIXED_ORDER["cuda"] if _is_fixed(kernel, impl))
             )
         return Choice(kernel, requested, "asked for by name", function)
-    if device not in _ORDER:
-        raise KernelUnavailableError(f"unknown device `{device}`; expected one of: {', '.join(_ORDER)}")
+    if device not in ORDER:
+        raise KernelUnavailableError(f"unknown device `{device}`; expected one of: {', '.join(ORDER)}")
     refused = ""
-    for impl in (_FIXED_ORDER if fixed else _ORDER)[device]:
+    for impl in (_FIXED_ORDER if fixed else ORDER)[device]:
         if not exists(kernel, impl) or (fixed and not _is_fixed(kernel, impl)):
             continue
         if is_specialised(kernel, impl):
@@ -168,7 +168,7 @@ def choose(
 
 def by_name_only(kernel: str) -> list[str]:
     """Its implementations for some uses that are never chosen automatically."""
-    chosen = {impl for order in _ORDER.values() for impl in order}
+    chosen = {impl for order in ORDER.values() for impl in order}
     return [impl for impl in IMPLEMENTATIONS if is_specialised(kernel, impl) and impl not in chosen]
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from draftwood.kernels.chip import chip_of
+from draftwood.kernels.chip import Chip, chip_of
 from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.ordering import unpack
 from draftwood.kernels.sample.logits import live_slots
@@ -128,7 +128,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
         ):
             absent = {"x_out", "winners", *(() if every else _EXTRAS)}
             constexprs = {
-                "OVERLAP": capability >= 90,
+                "OVERLAP": Chip(capability, 132).overlaps,
                 **own,
                 **dict.fromkeys(n for n in kernel.arg_names if n in absent),
             }

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from draftwood.kernels.chip import chip_of
+from draftwood.kernels.chip import Chip, chip_of
 from draftwood.kernels.compile_case import CompileCase
 from draftwood.kernels.topk_logprobs import Partial, check_arguments
 from draftwood.kernels.topk_logprobs.triton_kernels import TILE, select, stream
@@ -91,7 +91,12 @@ def compile_cases(capability: int) -> list[CompileCase]:
         "logits_d": 163840,
     }
     for coupled, k in ((False, 32), (True, 32), (False, 7)):
-        every = {"COUPLED": coupled, "TILE": TILE, "OVERLAP": capability >= 90, **_sizes(k, 163840)}
+        every = {
+            "COUPLED": coupled,
+            "TILE": TILE,
+            "OVERLAP": Chip(capability, 132).overlaps,
+            **_sizes(k, 163840),
+        }
         arguments["k"] = k
         for kernel, warps in ((stream, _STREAM_WARPS[coupled]), (select, _SELECT_WARPS)):
             constexprs = {n: every[n] for n in kernel.arg_names if n in every}
