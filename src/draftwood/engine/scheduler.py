@@ -159,10 +159,7 @@ class Scheduler:
 
     def _short(self, request: Request) -> int:
         """How many pages it lacks for the next round."""
-        have = len(request.pages)
-        if have >= request.most_pages or have * self.cache.page_size >= request.n_tokens - 1 + self.lookahead:
-            return 0
-        return self._pages_due(request) - have
+        return max(0, self._pages_due(request) - len(request.pages))
 
     def _grow(self) -> None:
         """Pages for the next round, the oldest request first; the youngest make room."""

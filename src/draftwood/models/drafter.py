@@ -199,7 +199,7 @@ class Drafter(nn.Module):
         own = features.chunk(self.ranks.size, -1)[self.ranks.shard.rank].to(self.norm.dtype)
         x = self.ranks.all_reduce(self.fc(own.flatten(0, 1)))
         _, x = self.add_rms_norm(x, self.context_norm, c.rms_norm_eps)
-        kv = self.qkv.keys_and_values(x).unflatten(-1, (2 * self.n_kv_heads, c.head_dim))  # [Ld, B N, ...]
+        kv = self.qkv.keys_and_values(x).unflatten(-1, (2 * heads, c.head_dim))  # [Ld, B N, ...]
         cos, sin = tables()
         kv = self.qk_norm_rope(kv, None, self.k_norm, cos, sin, c.rms_norm_eps, 0, n_v=heads)
         by_token: Tensor = kv.view(len(kv), B, N, 2, heads, c.head_dim)

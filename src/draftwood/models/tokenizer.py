@@ -102,24 +102,20 @@ class StreamDecoder:
     def __init__(self, tokenizer: Tokenizer, *, special: bool = False) -> None:
         self._tokenizer, self._special = tokenizer, special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._holds = False  # the beginning of a character
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that `token_ids` complete; an unfinished UTF-8 character is held back."""
         token_bytes, special = self._tokenizer.token_bytes, self._special
         data = b"".join([token_bytes(i, special=special) for i in token_ids])
-        if not self._holds:
+        if not self._utf8.getstate()[0]:  # no beginning of a character is held back
             with contextlib.suppress(UnicodeDecodeError):  # most tokens are whole characters
                 return data.decode()
-        text = self._utf8.decode(data)
-        self._holds = bool(self._utf8.getstate()[0])
-        return text
+        return self._utf8.decode(data)
 
     def flush(self) -> str:
         """What is held back, as U+FFFD. The decoder starts anew."""
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
-        self._holds = False
         return text
 
 
