@@ -1,7 +1,7 @@
 """A worker without torch: answers in the protocol of the real one, its behaviour named by the implementation.
 
 fast, dear (300 ms), half (half the time of fast), silent (never answers), stubborn (and ignores SIGTERM), dies,
-dies_later (at its third visit), stalls_later (likewise, and never answers), slow_clock, late (its kernels are compiled when it is asked for the third time),
+dies_later (at its third visit), stalls_later (likewise, and never answers), evicted (by the next that is prepared; its first visit takes 2.2 s), slow_clock, late (its kernels are compiled when it is asked for the third time),
 never (nor ever).
 """
 
@@ -14,6 +14,8 @@ import signal
 import sys
 import time
 from collections import Counter
+
+from draftwood.bench.catalog import Job
 
 LOG = os.environ.get("FAKE_WORKER_LOG")
 VISITS = Counter()
@@ -51,6 +53,8 @@ def sample(impl, n):
     VISITS[impl] += 1
     if impl == "dies_later" and VISITS[impl] == 3:
         os._exit(7)
+    if impl == "evicted" and VISITS[impl] == 1:
+        time.sleep(2.2)
     if impl == "stalls_later" and VISITS[impl] == 3:
         time.sleep(600)
     us = TIMES.get(impl, 1000.0)
@@ -70,6 +74,7 @@ def main():
     json.loads(sys.stdin.readline())
     facts = {"name": "fake", "torch": "0", "python": "3", "memory_bytes": 1 << 30}
     print(json.dumps({"device": facts, "start_s": 0.0}), flush=True)
+    held = []
     for line in sys.stdin:
         request = json.loads(line)
         impl = request.get("job", {}).get("impl")
@@ -80,7 +85,8 @@ def main():
             tflops = {"float32": 1.0}
             reply = {"memory_gbps": 100.0, "cache_gbps": 100.0, "cache_bytes": 1 << 20, "tflops": tflops}
         elif request["do"] == "prepare":
-            reply = prepare(impl)
+            reply = {**prepare(impl), "evicted": held}
+            held = [Job.from_json(request["job"]).id] if impl == "evicted" else []
         else:
             reply = sample(impl, request["n"])
         print(json.dumps({"status": "done", **reply}), flush=True)

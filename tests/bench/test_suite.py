@@ -256,6 +256,12 @@ def test_a_loss_while_measuring_leaves_the_others_their_visits(suite):
     assert {v["impl"] for v in run.versus} == {"half"}
 
 
+def test_what_was_evicted_may_take_its_time_to_be_prepared_again(suite):
+    run = suite("evicted", "fast", cases=CASES[:1], budget=8.0)
+    assert run.run() == 0
+    assert {r["impl"]: r["status"] for r in run.rows} == {"evicted": "ok", "fast": "ok"}
+
+
 def test_the_end_of_the_time_in_a_visit_leaves_what_was_measured(suite):
     run = suite("stalls_later", "fast", vs="fast", cases=CASES[:1], budget=2.0)
     assert run.run() == 4

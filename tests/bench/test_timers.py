@@ -116,9 +116,21 @@ def test_cold_calls_take_turns_on_copies_beyond_the_cache(gpu):
     assert all(log[i] is log[i + 12] for i in range(len(log) - 12))
 
 
-def test_inputs_larger_than_the_cache_still_alternate(gpu):
-    timer = CudaTimer(lambda n: [gpu.call(300.0) for _ in range(n)], True, L2, 1 << 30)
-    assert timer.setup.method == "graph over 2 copies"
+@pytest.mark.parametrize(
+    ("touched", "copies", "method"),
+    [(3 * L2, 2, "graph over 2 copies"), (4 * L2, 1, "graph of calls"), (100 * L2, 1, "graph of calls")],
+)
+def test_inputs_larger_than_the_cache_alternate_unless_they_flush_it_themselves(gpu, touched, copies, method):
+    made = []
+
+    def calls(n):
+        made.append(n)
+        return [gpu.call(300.0) for _ in range(n)]
+
+    timer = CudaTimer(calls, True, L2, touched)
+    assert (made[-1], timer.setup.method, timer.setup.calls) == (copies, method, 3 if copies == 1 else 4)
+    assert timer.time(2) == pytest.approx([300.0] * 2)
+    assert gpu.flushes == 0
 
 
 @pytest.mark.parametrize(("size", "us"), [(64, 5.0), (1 << 20, 2000.0)])

@@ -236,6 +236,7 @@ class BaseSuite(ABC):
             return None
         status = reply.pop("status")
         if status == "done":
+            self.slot.held.difference_update(reply.pop("evicted", ()))
             return reply
         if reply.get("fatal"):
             self._lose(job, status, reply["detail"])

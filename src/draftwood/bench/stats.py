@@ -30,6 +30,9 @@ SIGNIFICANT = 0.01
 
 OUTLIER_Z = 15.0
 
+MOST_DRAWN = 400_000
+"""Values that one bootstrap draws, in all."""
+
 Verdict = Literal["faster", "slower", "same", "unclear"]
 Visits = Sequence[Sequence[float]]
 
@@ -196,13 +199,14 @@ def compare(
     *,
     paired: bool,
     clocks: tuple[float, float] | None = None,
-    draws: int = 4000,
+    draws: int | None = None,
 ) -> Comparison:
     """Ratio of medians a / b with its 95 % bootstrap interval, and a verdict.
 
     Args:
         a, b: values; with `paired` they were taken in turns (A B B A) and are resampled together.
         clocks: median clock during a and during b, where known; then the ratio of cycles must agree.
+        draws: of the bootstrap; by default 4000, and down to 1000 for long streams, for a run's budget ends with its comparisons.
 
     `faster` and `slower` need an interval beyond the noise floor and a rank test below 0.01; `same` needs an interval
     within the noise floor; all else is `unclear`, and so is anything with fewer than `MIN_VALUES` values.
@@ -214,6 +218,7 @@ def compare(
     ratio = float(median(a) / median(b))
     x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
     rng = np.random.default_rng(0)
+    draws = draws or max(1000, min(4000, MOST_DRAWN // len(a)))
     i = rng.integers(0, len(a), (draws, len(a)))
     j = i if paired else rng.integers(0, len(b), (draws, len(b)))
     low, high = np.percentile(np.median(x[i], 1) / np.median(y[j], 1), [2.5, 97.5])

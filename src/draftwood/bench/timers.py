@@ -2,8 +2,8 @@
 
 A timing is microseconds per call. On a CPU: a block of calls of at least a millisecond, or one call after the caches
 were flushed. On a GPU: a CUDA graph between two events; calls are repeated inside the graph up to a millisecond (warm: on the same
-inputs; cold: in turns on copies, until what they touch exceeds the L2 twice). Where copies would be too many, or a call cannot be
-captured, a cold call runs alone after a flush.
+inputs; cold: in turns on copies, until what they touch exceeds the L2 twice, or on the same inputs where one call touches four
+times the L2). Where copies would be too many, or a call cannot be captured, a cold call runs alone after a flush.
 """
 
 from __future__ import annotations
@@ -88,14 +88,17 @@ class CudaTimer:
             self.run, method = graph.replay, "graph"
         self.estimate = self._estimate()
         if graph is not None:
-            copies = max(2, -(-2 * l2_bytes // max(1, touched_bytes))) if cold else 1
+            copies = copies_of(touched_bytes, l2_bytes) if cold else 1
             rounds = max(1, round(BLOCK_US / (copies * self.estimate)))
             if copies * rounds > 1 and copies <= MOST_COPIES and copies * self.estimate < LONGEST_GRAPH_US:
                 per_run = copies * min(rounds, max(1, MOST_CALLS // copies))
                 self._calls = list(calls(copies))
                 graph = _capture(self._calls * (per_run // copies))
                 assert graph is not None
-                self.run, method = graph.replay, f"graph over {copies} copies" if cold else "graph of calls"
+                self.run, method = (
+                    graph.replay,
+                    f"graph over {copies} copies" if copies > 1 else "graph of calls",
+                )
         self._graph = graph  # alive as long as it is replayed
         if cold and per_run == 1:
             self.flush = torch.zeros(2 * l2_bytes // 4, dtype=torch.int32, device="cuda")
@@ -123,6 +126,14 @@ class CudaTimer:
             self.run()
         torch.cuda.synchronize()
         return max(min(float(a.elapsed_time(b)) for a, b in pairwise(events)) * 1e3, 0.5)
+
+
+def copies_of(touched_bytes: int, l2_bytes: int) -> int:
+    """How many sets of inputs cold calls take turns on, until what they touch exceeds the L2 twice. Two at least, but one where
+    a call by itself leaves nothing of its inputs in the cache."""
+    if touched_bytes >= 4 * l2_bytes:
+        return 1
+    return max(2, -(-2 * l2_bytes // max(1, touched_bytes)))
 
 
 def _probe(call: Call, wait: Callable[[], None]) -> tuple[float, float]:

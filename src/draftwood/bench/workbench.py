@@ -23,7 +23,7 @@ from draftwood.kernels.case import Case
 from draftwood.kernels.chip import chip_of
 from draftwood.kernels.run_case import IN_PLACE, arrays_of, outputs, poisoned_memory, refused, to_numpy
 
-MEMORY_SHARE = 0.5
+MEMORY_SHARE = 0.75
 """Of the free memory, for inputs and their copies; the least recently used case makes room."""
 
 
@@ -63,6 +63,7 @@ class Workbench:
         free = torch.cuda.mem_get_info()[0] if device == "cuda" else _available_ram()
         self.capability = chip_of(torch.device(device)).capability
         self.room = int(free * MEMORY_SHARE)
+        self.evicted: list[str] = []  # ids of jobs that made room, until `tell_evicted`
         self.compiled = 0
         if device == "cuda":
             self._count_compiling()
@@ -111,6 +112,11 @@ class Workbench:
         self.cases.move_to_end(job.case)
         return inputs.jobs[job.id].timer.time(n)
 
+    def tell_evicted(self) -> list[str]:
+        """Ids of the jobs that are no longer ready since this was last asked: their next timing prepares them again."""
+        told, self.evicted = self.evicted, []
+        return told
+
     def _inputs(self, case: Case) -> CaseInputs:
         if case in self.cases:
             self.cases.move_to_end(case)
@@ -144,9 +150,16 @@ class Workbench:
 
         knobs.compilation.listener = listener
 
-    def _make_room(self, size: int) -> None:
-        while self.cases and sum(c.held for c in self.cases.values()) + size > self.room:
-            self.cases.popitem(last=False)
+    def _make_room(self, size: int, kept: Case | None = None) -> None:
+        """Evict other cases than `kept`, the least recently used first, until `size` bytes more are within the room."""
+        held = sum(c.held for c in self.cases.values())
+        for case in list(self.cases):
+            if held + size <= self.room:
+                break
+            if case != kept:
+                gone = self.cases.pop(case)
+                held -= gone.held
+                self.evicted += gone.jobs
         if self.device == "cuda" and torch.cuda.mem_get_info()[0] < 2 * size:
             torch.cuda.empty_cache()
 
@@ -245,7 +258,7 @@ class Workbench:
             return CpuTimer(call, cold, 2 * cache)
 
         def calls(n: int) -> list[Call]:
-            self._make_room(n * inputs.bytes)
+            self._make_room((n - 1) * inputs.bytes, kept=job.case)
             sets = [self._own(job, inputs.arguments)]
             sets += [map_tensors(inputs.arguments, torch.clone) for _ in range(n - 1)]
             inputs.held += (n - 1) * inputs.bytes

@@ -114,11 +114,12 @@ class Session:
         job = Job.from_json(request["job"])
         if not self.bench.has_inputs(job.case, PATIENCE_S):
             return {"pending": True}
-        return self.bench.prepare(job, bool(request["gate"]))
+        info = self.bench.prepare(job, bool(request["gate"]))
+        return {**info, "evicted": self.bench.tell_evicted()}
 
     def _sample(self, request: Mapping[str, Any]) -> dict[str, Any]:
         timings = self.bench.sample(Job.from_json(request["job"]), int(request["n"]))
-        return {"timings": timings, **self.clock.read()}
+        return {"timings": timings, "evicted": self.bench.tell_evicted(), **self.clock.read()}
 
 
 def is_device_error(e: Exception) -> bool:
