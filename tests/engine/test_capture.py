@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftwood import LLM, SamplingParams
 from draftwood.engine import llm as llm_module
 from draftwood.engine.chunks import Chunk
+from draftwood.engine.graphs import Replay
 from draftwood.engine.row import Row
 from draftwood.kernels import load_kernels
 from draftwood.round import RoundPlan
@@ -143,3 +144,25 @@ def test_a_question_is_noticed(llm, watch):
     ):
         with pytest.raises(AssertionError, match="in a round"), watch:
             question(torch.ones(3))
+
+
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError])
+def test_why_a_recording_failed_is_not_hidden_by_its_end(monkeypatch, error):
+    class Recording:
+        def __init__(self, graph, pool):
+            pass
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *raised):
+            raise RuntimeError("a branch was not joined")
+
+    def step():
+        if error is not None:
+            raise error("experts")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Recording)
+    with pytest.raises(error or RuntimeError, match="experts" if error else "was not joined"):
+        Replay(step, "cuda", None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -42,11 +44,29 @@ def test_hopper_gets_its_own_attention_for_what_that_is_made_for(monkeypatch):
 
 def test_attention_by_shape_where_both_of_its_kernels_can_be_had(monkeypatch):
     monkeypatch.setattr(specialised, "_version", {"triton": "3.6", "cuda-bindings": "13.0"}.get)
+    monkeypatch.setattr(specialised, "_missing_compiler", lambda: None)
     monkeypatch.setattr("draftwood.kernels.registry.load", lambda kernel, impl: impl)
     choice = choose("verify_attn", "cuda", use=KIMI)
     assert (choice.impl, choice.function) == ("hopper", "hopper")
     assert choice.reason.endswith("few tiles in CUDA C++, others in Gluon")
     assert choose("verify_attn", "cuda", "cuda", use=KIMI).impl == "cuda"
+
+
+def test_bindings_without_their_compiler_are_not_enough(monkeypatch):
+    pytest.importorskip("triton")
+
+    class Compiler:
+        def nvrtcVersion(self):  # noqa: N802 - NVIDIA's name
+            raise RuntimeError("libnvrtc.so not found")
+
+    monkeypatch.setattr(specialised, "_version", {"triton": "3.6", "cuda-bindings": "13.0"}.get)
+    monkeypatch.setattr(specialised, "_missing_compiler", specialised._missing_compiler.__wrapped__)
+    for name in ("cuda", "cuda.bindings"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["cuda.bindings"].nvrtc = Compiler()
+    choice = choose("verify_attn", "cuda", use=KIMI)
+    assert choice.impl == "gluon"
+    assert "and cuda needs NVRTC: libnvrtc.so not found" in choice.reason
 
 
 @pytest.mark.parametrize(
@@ -79,6 +99,7 @@ def test_what_is_made_of_torch_operations_is_not_recorded(deterministic):
 
 def test_attention_of_another_triton(monkeypatch):
     monkeypatch.setattr(specialised, "_version", {"triton": "3.8", "cuda-bindings": "13.0"}.get)
+    monkeypatch.setattr(specialised, "_missing_compiler", lambda: None)
     assert "this is 3.8" in refusal("verify_attn", "gluon", KIMI)
     assert "gluon is written for Triton 3.6" in refusal("verify_attn", "hopper", KIMI)
     assert refusal("verify_attn", "cuda", KIMI) is None

@@ -83,8 +83,20 @@ class Replay(Generic[Result]):
             self._step = step
             return
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._result = step()
+        failure: Exception | None = None
+        try:
+            with torch.cuda.graph(self._graph, pool=pool):
+                try:
+                    self._result = step()
+                except Exception as e:
+                    failure = e
+                    raise
+        except Exception:
+            if (
+                failure is not None
+            ):  # ending the recording of a branch that nobody joined fails too, and would hide it
+                raise failure from None
+            raise
 
     def __call__(self) -> Result:
         if self._graph is None:

@@ -49,8 +49,9 @@ def _gluon_attention(use: Use) -> str | None:
 
 
 def _cuda_attention(use: Use) -> str | None:
-    missing = "needs the package cuda-bindings, which torch's wheels for CUDA bring along"
-    return _hopper(use) or (None if _version("cuda-bindings") else missing)
+    if not _version("cuda-bindings"):
+        return _hopper(use) or "needs the package cuda-bindings, which torch's wheels for CUDA bring along"
+    return _hopper(use) or _missing_compiler()
 
 
 def _attention_by_shape(use: Use) -> str | None:
@@ -74,6 +75,18 @@ _RULES: Mapping[tuple[str, str], Callable[[Use], str | None]] = {
     ("verify_attn", "hopper"): _attention_by_shape,
     ("verify_attn", "flash_mla"): _flash_mla,
 }
+
+
+@cache
+def _missing_compiler() -> str | None:
+    """Why nothing can be compiled at run time, if so."""
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as e:  # the bindings are there without their library
+        return f"needs NVRTC: {e}"
+    return None
 
 
 @cache
