@@ -206,9 +206,22 @@ def test_the_page_is_whole_and_fetches_nothing(run, tmp_path):
     assert "hollow" in page
 
 
+def test_the_roofline_is_a_file_of_its_own(run, tmp_path):
+    out = bench("report", run, "--roofline")
+    assert out.exit_code == 0
+    root = ET.parse(run.with_suffix(".svg")).getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    text = [e.text for e in root.iter() if e.tag.endswith("text")]
+    assert {r["kernel"] for r in store.read_run(run).rows} <= set(text)
+    assert any("TFLOP/s" in t for t in text)
+
+
 def test_a_run_without_times_still_gives_a_page(tmp_path):
     path = make_run(tmp_path / "a.jsonl", statuses=("crash",))
     assert "crash" in html(store.read_run(path))
+    out = bench("report", path, "--roofline")
+    assert out.exit_code == 2
+    assert "no roofline" in out.stderr
 
 
 def test_floors_and_suspicion():

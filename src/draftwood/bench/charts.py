@@ -77,10 +77,13 @@ class Canvas:
     def path(self, points: Sequence[tuple[float, float]], kind: str) -> None:
         self.parts.append(f'<polyline class="{kind}" points="{" ".join(f"{x},{y}" for x, y in points)}"/>')
 
-    def svg(self, label: str) -> str:
+    def svg(self, label: str, style: str = "") -> str:
+        """For a page that has the colours; with a style sheet of its own, a file that stands alone."""
+        space = ' xmlns="http://www.w3.org/2000/svg"' if style else ""
+        sheet = f"<style>{escape(style)}</style>" if style else ""
         return (
-            f'<svg viewBox="0 0 {self.width} {self.height}" width="{self.width}" role="img" '
-            f'aria-label="{escape(label)}">{"".join(self.parts)}</svg>'
+            f'<svg{space} viewBox="0 0 {self.width} {self.height}" width="{self.width}" role="img" '
+            f'aria-label="{escape(label)}">{sheet}{"".join(self.parts)}</svg>'
         )
 
 
@@ -180,8 +183,9 @@ def roofline(
     bandwidths: Sequence[tuple[str, float]],
     peaks: Sequence[tuple[str, float]],
     size: tuple[int, int] = (1100, 440),
+    style: str = "",
 ) -> str:
-    """TFLOP/s against FLOP per byte, under slopes of GB/s and levels of TFLOP/s."""
+    """TFLOP/s against FLOP per byte, under slopes of GB/s and levels of TFLOP/s. With a style sheet: a file with its legend."""
     canvas = Canvas(*size)
     points = [p for s in series for p in s.points]
     top, fastest = max(peak for _, peak in peaks), max(gbps for _, gbps in bandwidths)
@@ -204,7 +208,10 @@ def roofline(
     for s in series:
         for p in s.points:
             canvas.dot(x.at(p.x), y.at(p.y), s.color, p.solid, p.title)
-    return canvas.svg("roofline")
+    for i, s in enumerate(series if style else ()):
+        canvas.dot(size[0] - 190, size[1] - 60 - 18 * (len(series) - 1 - i), s.color, True, s.name)
+        canvas.text(size[0] - 178, size[1] - 56 - 18 * (len(series) - 1 - i), s.name, "tick")
+    return canvas.svg("roofline", style)
 
 
 def legend(names: Sequence[tuple[str, int]]) -> str:

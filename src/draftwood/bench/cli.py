@@ -221,14 +221,15 @@ def spread_(
 def report(
     run: RunPath = None,
     out: Annotated[Path | None, typer.Option(help="Default: the run's path with .html.")] = None,
+    roofline: Annotated[bool, typer.Option("--roofline", help="Only that plot, as an SVG file.")] = False,
 ) -> None:
     """Write a standalone HTML page with tables and plots."""
-    from draftwood.bench.report import html
+    from draftwood.bench.report import html, roofline_file
 
     with errors_named():
         path = run or store.newest(FOLDER)
-        target = out or path.with_suffix(".html")
-        target.write_text(html(store.read_run(path)))
+        target = out or path.with_suffix(".svg" if roofline else ".html")
+        target.write_text((roofline_file if roofline else html)(store.read_run(path)))
         print(target)
 
 

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from draftwood.bench import show
+from draftwood.bench.catalog import UsageError
 from draftwood.bench.charts import Point, Series, dot_plot, legend, line_chart, roofline
 from draftwood.bench.rows import FAILED, STATUSES
 from draftwood.bench.store import Row, Run, axes_text
@@ -75,7 +76,7 @@ def html(run: Run) -> str:
     }
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
     sections = "".join(_section(k, [r for r in rows if r["kernel"] == k], colors) for k in kernels)
-    body = f"{_head(run, rows)}{_versus(run)}{_roofline(run, rows, kernels)}{sections}{labels(rows)}"
+    body = f"{_head(run, rows)}{_versus(run)}{_roofline_section(run, rows)}{sections}{labels(rows)}"
     return page("Kernel benchmark", body)
 
 
@@ -131,14 +132,29 @@ def _versus(run: Run) -> str:
     return f"<h2>Side by side</h2><p>{summary}</p><ul>{items}</ul>"
 
 
-def _roofline(run: Run, rows: Sequence[Row], kernels: Sequence[str]) -> str:
+def roofline_file(run: Run) -> str:
+    """The roofline alone, as an SVG file. Raises `UsageError` where there is none."""
+    svg, _ = _roofline(run, show.in_order(run.rows), STYLE + "svg { background: var(--page) }")
+    if not svg:
+        raise UsageError("no roofline: expected a run of kernels with timed rows that have FLOPs")
+    return svg + "\n"
+
+
+def _roofline_section(run: Run, rows: Sequence[Row]) -> str:
+    svg, names = _roofline(run, rows)
+    return f"<h2>Roofline</h2>{legend(names)}{svg}" if svg else ""
+
+
+def _roofline(run: Run, rows: Sequence[Row], style: str = "") -> tuple[str, list[tuple[str, int]]]:
+    """The plot, and what its colours stand for: kernels, or the implementations of a single one."""
     timed = [r for r in rows if r["median_us"] and r["flops"]]
     ceilings = run.header.get("ceilings")
     if not timed or not ceilings:
-        return ""
+        return "", []
+    apart = "kernel" if len({r["kernel"] for r in rows}) > 1 else "impl"
     series = [
         Series(
-            kernel,
+            name,
             i,
             [
                 Point(
@@ -150,10 +166,10 @@ def _roofline(run: Run, rows: Sequence[Row], kernels: Sequence[str]) -> str:
                     r["status"] == "ok",
                 )
                 for r in timed
-                if r["kernel"] == kernel
+                if r[apart] == name
             ],
         )
-        for i, kernel in enumerate(kernels)
+        for i, name in enumerate(dict.fromkeys(r[apart] for r in rows))
     ]
     dtypes = {str(r["case"].get("dtype", "float32")) for r in timed}
     used = {k: v for k, v in ceilings["tflops"].items() if k in dtypes} or ceilings["tflops"]
@@ -164,8 +180,8 @@ def _roofline(run: Run, rows: Sequence[Row], kernels: Sequence[str]) -> str:
     bandwidths = [(f"memory {ceilings['memory_gbps']:.4g} GB/s", ceilings["memory_gbps"])]
     if any(r["binds"] == "cache" for r in timed):
         bandwidths.append((f"cache {ceilings['cache_gbps']:.4g} GB/s", ceilings["cache_gbps"]))
-    names = [(s.name, s.color) for s in series if s.points]
-    return f"<h2>Roofline</h2>{legend(names)}{roofline([s for s in series if s.points], bandwidths, peaks)}"
+    drawn = [s for s in series if s.points]
+    return roofline(drawn, bandwidths, peaks, style=style), [(s.name, s.color) for s in drawn]
 
 
 def _section(kernel: str, rows: Sequence[Row], colors: Mapping[str, int]) -> str:
