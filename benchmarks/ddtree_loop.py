@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftwood.bench.device import last_level_cache
+from draftwood.bench.device import last_level_cache, origin
 from draftwood.bench.stats import compare, summarize, value_of
 from draftwood.bench.timers import Call, CpuTimer, CudaTimer, Timer
 from draftwood.kernels.topk_logprobs import topk_logprobs
@@ -182,8 +182,7 @@ def main() -> None:
                 f"{what}, D={D}: kernels {texts[0]} us, loop {texts[1]} us, "
                 f"{ratio['median']:.1f} times [{ratio['low']:.1f}, {ratio['high']:.1f}]"
             )
-    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    arguments.out.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}) + "\n")
+    arguments.out.write_text(json.dumps({**origin(device), "rows": rows}) + "\n")
 
 
 if __name__ == "__main__":
