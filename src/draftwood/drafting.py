@@ -75,6 +75,25 @@ class DFlashDrafting:
         self._where = self._where or (page_table, start.clone())  # `start` will move on
         self._waiting.append(features)
 
+    def project(
+        self, taps: tuple[torch.Tensor, ...], start: torch.Tensor, depths: torch.Tensor
+    ) -> torch.Tensor:
+        """K/V [Ld, B, T, 2 Hkv hd] of all slots of a tree."""
+        every = ramp(depths.shape[1], depths.device).expand(depths.shape)
+        features = self.kernels.path_features(taps, every)
+        return self.drafter.context(features, start, depths).flatten(-3)
+
+    def commit(
+        self,
+        projected: torch.Tensor,
+        page_table: torch.Tensor,
+        start: torch.Tensor,
+        path: torch.Tensor,
+        count: torch.Tensor,
+    ) -> None:
+        """Write what `project` gave for the slots of each path into its pages."""
+        self.kernels.commit_kv(self.context.as_layers(), projected, page_table, start, path, count)
+
     def copy_page(self, source: int, target: int) -> None:
         """Give page `target` the context of page `source`; what waits for either must be in it."""
         self.context.copy_page(source, target)

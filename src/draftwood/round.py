@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -25,6 +26,9 @@ from draftwood.tree import DraftTree
 
 Timer = Callable[[str], AbstractContextManager[None]]
 """Called with a stage's name, wraps that stage."""
+
+Context = Callable[[], torch.Tensor]
+"""Called for what `EarlyDrafting.project` gives, once that is wanted."""
 
 
 class Drafting(Protocol):
@@ -52,6 +56,26 @@ class Drafting(Protocol):
         """Give page `target` what page `source` holds of the drafter's context."""
 
 
+@runtime_checkable
+class EarlyDrafting(Drafting, Protocol):
+    """Drafting that can project features before it is known which of them will be committed."""
+
+    def project(
+        self, taps: tuple[torch.Tensor, ...], start: torch.Tensor, depths: torch.Tensor
+    ) -> torch.Tensor:
+        """What `commit` wants of all slots: taps [B, T, d] each, of positions start[b] + depths[b, t]."""
+
+    def commit(
+        self,
+        projected: torch.Tensor,
+        page_table: torch.Tensor,
+        start: torch.Tensor,
+        path: torch.Tensor,
+        count: torch.Tensor,
+    ) -> None:
+        """Learn the first count slots of each path, as `extend` does from features."""
+
+
 @dataclass
 class RoundState:
     """The batch between two rounds; `commit` advances it. Row b of everything belongs to one request."""
@@ -74,6 +98,9 @@ class RoundPlan:
     depth: int  # D
     top_k: int  # candidates per depth; 1 drafts a chain
     prune: Callable[[DraftTree], DraftTree] | None = None  # truncates the built tree, if its scores say so
+    early: bool = (
+        False  # features of all slots are projected beside the choice, not those of the path after it
+    )
 
 
 @dataclass(frozen=True)
@@ -104,11 +131,11 @@ def decode_round(stages: Stages, state: RoundState, plan: RoundPlan, timer: Time
     with timer("build"):
         tree = build(stages, state, plan, lp, ids)
     with timer("verify"):
-        output, logits = verify(stages, state, tree)
+        output, logits, context = verify(stages, state, plan, tree)
     with timer("accept"):
         accepted = accept(stages, state, plan, tree, logits)
     with timer("commit"):
-        table = commit(stages, state, tree, output, accepted)
+        table = commit(stages, state, tree, output, context, accepted)
     return RoundResult(tree, logits, accepted, table)
 
 
@@ -137,12 +164,19 @@ def build(
     return same_tree(stages.target.ranks, tree, plan.slots, pruned=plan.prune is not None)
 
 
-def verify(stages: Stages, state: RoundState, tree: DraftTree) -> tuple[TargetOutput, torch.Tensor]:
-    """One target pass over all slots; returns its output and logits [B, T, V] f32, this rank's slice of V."""
+def verify(
+    stages: Stages, state: RoundState, plan: RoundPlan, tree: DraftTree
+) -> tuple[TargetOutput, torch.Tensor, Context | None]:
+    """One target pass over all slots; returns its output, logits [B, T, V] f32, this rank's slice of V, and an early context."""
     batch = TreeBatch(state.page_table, state.prefix_len, tree.ancestors, tree.n_slots)
     taps = () if stages.drafting is None else stages.drafting.taps
     output = stages.target(tree.tokens, tree.depths, stages.latents.pages, batch, taps)
-    return output, stages.target.logits(output.hidden)
+    context = None
+    if plan.early:
+        assert isinstance(stages.drafting, EarlyDrafting)
+        project = partial(stages.drafting.project, output.taps, state.prefix_len, tree.depths)
+        context = beside(state.prefix_len, project)
+    return output, stages.target.logits(output.hidden), context
 
 
 def accept(
@@ -156,13 +190,21 @@ def accept(
 
 
 def commit(
-    stages: Stages, state: RoundState, tree: DraftTree, output: TargetOutput, accepted: Accepted
+    stages: Stages,
+    state: RoundState,
+    tree: DraftTree,
+    output: TargetOutput,
+    context: Context | None,
+    accepted: Accepted,
 ) -> torch.Tensor:
     """Move the path into the pages, extend the drafter's context, advance the state; returns the round's table."""
     path, n_path = accepted.path, accepted.n_path
     where = (state.page_table, state.prefix_len, path, n_path)
     committed = beside(path, lambda: stages.kernels.commit_kv(stages.latents.pages, output.latents, *where))
-    if stages.drafting is not None:
+    if context is not None:
+        assert isinstance(stages.drafting, EarlyDrafting)
+        stages.drafting.commit(context(), *where)
+    elif stages.drafting is not None:
         features = stages.kernels.path_features(output.taps, path)
         stages.drafting.extend(features, state.page_table, state.prefix_len, n_path)
     if state.params.counts is not None:

@@ -63,9 +63,11 @@ def facts(outcome, n: int) -> list:
     return [(r.emitted, r.done, r.slots, r.expected, r.logprobs, r.trace) for r in outcome.rows[:n]]
 
 
-def test_replayed_rounds_do_what_rounds_do(llm):
+@pytest.mark.parametrize("early", [False, True])
+def test_replayed_rounds_do_what_rounds_do(llm, early):
     """Sampled, filtered, penalised and greedy rows in one batch, plain and drafted rounds in turn, context included."""
     written, replayed = runner_of(llm, Runner), runner_of(llm, GraphRunner)
+    replayed._early = early
     start(written, ROWS)
     want = [facts(written.round(plan, trace=True), 3) for plan in PLANS]
     context = llm.drafting.context.kv.clone()

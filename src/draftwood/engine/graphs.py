@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from draftwood.engine.row import Row
 from draftwood.engine.runner import RoundOutcome, Runner
 from draftwood.engine.sampling_params import SamplingParams
 from draftwood.parallel import packed, unpacked
-from draftwood.round import RoundPlan, RoundState, Stages, decode_round
+from draftwood.round import EarlyDrafting, RoundPlan, RoundState, Stages, decode_round
 
 BATCHES = tuple(1 << i for i in range(MAX_REPLAYED_BATCH.bit_length()))
 """Sizes a batch is padded to."""
@@ -35,6 +35,10 @@ NOBODY = Row([0], [], [], 0, SamplingParams(max_new_tokens=1), ())
 
 MOST_HELD = 32
 """States kept with their recorded rounds; of more, the one that was not used for longest goes."""
+
+MOST_EARLY = 256
+"""Batch times slots of rounds that project features of all slots, beside other work, to save time afterwards. Beyond that the
+products would no longer take the time of reading their weights."""
 
 WARM_UPS, TIMED = 2, 3
 
@@ -124,6 +128,8 @@ class GraphRunner(Runner):
             raise TypeError("replayed rounds need drafting that keeps nothing on the host")
         self._drafting: ReplayableDrafting | None = stages.drafting
         self._cuda = device.startswith("cuda")
+        alone = stages.target.ranks.size == 1
+        self._early = self._cuda and alone and isinstance(stages.drafting, EarlyDrafting)
         self._pool = torch.cuda.graph_pool_handle() if self._cuda else None
         self._held: dict[tuple[torch.Size, ...], Held] = {}  # the longest unused first
         self._now: Held | None = None
@@ -281,7 +287,8 @@ class GraphRunner(Runner):
             self._drafting.ring = ring
 
     def _step(self, held: Held, plan: RoundPlan, k: int | None) -> StepResult:
-        result = decode_round(self.stages, held.state, plan, _untimed)
+        early = self._early and 1 < plan.slots <= MOST_EARLY // len(held.state.root)
+        result = decode_round(self.stages, held.state, replace(plan, early=early), _untimed)
         scores = None if k is None else TokenScores.of(self.stages, result, k)
         packed_scores = None if scores is None else packed(scores)
         return StepResult(RoundReport(result.table, plan.slots), scores, packed_scores)

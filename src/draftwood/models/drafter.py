@@ -180,12 +180,13 @@ class Drafter(nn.Module):
         """Hkv: key-value heads of this rank."""
         return self.config.num_key_value_heads // self.ranks.size
 
-    def context(self, features: Tensor, start: Tensor) -> Tensor:
+    def context(self, features: Tensor, start: Tensor, steps: Tensor | None = None) -> Tensor:
         """Keys (RoPE applied) and values of committed tokens for every layer.
 
         Args:
             features: [B, N, K * d], the target's residual stream after the K tapped layers.
-            start: [B] i32, position of each row's first token; the others follow it.
+            start: [B] i32, position of each row's first token.
+            steps: [B, N] i32, how far behind it each token's position is; None where they follow each other.
 
         Returns:
             [Ld, B, N, 2, Hkv, hd], keys first, of this rank's heads. A token's rows depend on that token alone, so any
@@ -193,9 +194,8 @@ class Drafter(nn.Module):
         """
         c = self.config
         B, N, heads = *features.shape[:2], self.n_kv_heads
-        tables = beside(
-            start, lambda: self.rotary(ramp(N, start.device).expand(B, N), self.norm.dtype, start)
-        )
+        steps = ramp(N, start.device).expand(B, N) if steps is None else steps
+        tables = beside(start, lambda: self.rotary(steps, self.norm.dtype, start))
         own = features.chunk(self.ranks.size, -1)[self.ranks.shard.rank].to(self.norm.dtype)
         x = self.ranks.all_reduce(self.fc(own.flatten(0, 1)))
         _, x = self.add_rms_norm(x, self.context_norm, c.rms_norm_eps)
