@@ -118,9 +118,11 @@ class MLA(Fixable):
         else:
             q_nope, q_rope, k_rope, latent = self.qkv_a(x).split_with_sizes(self.widths, -1)
         q = x.new_empty(len(x), H, R + P)
-        self.by_head(q_nope.view(-1, H, N), self.w_uk, q[..., :R])
         turned = q_rope.view(-1, H, P), k_rope, latent, cos, sin
-        self.mla_inputs(*turned, self.kv_norm, self.norm_eps, q, latents.view(-1, R + P))
+        written = q, latents.view(-1, R + P)
+        inputs = beside(x, lambda: self.mla_inputs(*turned, self.kv_norm, self.norm_eps, *written))
+        self.by_head(q_nope.view(-1, H, N), self.w_uk, q[..., :R])
+        inputs()
         o = attend(q.view(*latents.shape[:2], H, R + P), pages, latents, self.scale, value_dim=R)
         values = x.new_empty(len(x), H, V)
         self.by_head(o.view(-1, H, R), self.w_uv, values)
