@@ -59,7 +59,7 @@ def test_kimi_k26_from_its_configs(kimi):
         "fits, with",
     ):
         assert said in out, out
-    assert re.search(r"CUDA graphs .* 20 graphs: an estimate", out)
+    assert re.search(r"CUDA graphs .* 60 graphs: an estimate", out)
 
 
 @pytest.mark.parametrize(

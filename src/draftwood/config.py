@@ -12,6 +12,10 @@ Mode = Literal["tree", "chain", "plain"]
 MAX_SLOTS = 128
 MAX_REPLAYED_BATCH = 128
 
+CONTEXTS = (1024, 4096)
+"""Tokens per request that a replayed round may be recorded for, besides `max_context`: kernels of attention go by the most keys
+there can be, and for up to so many there are faster ones."""
+
 Budget = Annotated[int, Field(strict=True, ge=1, le=MAX_SLOTS)] | Literal["auto"]
 """Slots per tree, root included, or "auto": what pays, by measured cost and observed acceptance."""
 

@@ -168,7 +168,7 @@ def test_few_states_are_kept(llm, monkeypatch):
     for n in range(5):
         start(runner, [replace(row(0, [3, 4, 5], logprobs=n), stop_ids=tuple(range(90, 90 + n)))])
         runner.round(TREE)
-    assert {k for _, k in runner._now.rounds} == {None, 1, 2, 4}
+    assert {k for _, k, _ in runner._now.rounds} == {None, 1, 2, 4}
 
 
 def test_rows_that_are_done_stand_still(llm):

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from draftwood.config import EngineConfig
+from draftwood.config import CONTEXTS, EngineConfig
 from draftwood.drafting import MOST_WAITING
 from draftwood.models.config import TargetConfig
 from draftwood.models.drafter_config import DrafterConfig
@@ -203,11 +203,12 @@ def _widest(c: TargetConfig, layout: Layout) -> int:
 def estimate_lines(
     target: TargetConfig, drafter: DrafterConfig | None, engine: EngineConfig
 ) -> tuple[Line, ...]:
-    """What no config says: the runtime, and one CUDA graph for every pair of batch and tree bucket."""
+    """What no config says: the runtime, and a CUDA graph for every batch, tree bucket and context."""
     trees = 1 if drafter is None else 1 + sum(size < engine.max_budget for size in TREE_BUCKETS)
     batches = (engine.max_batch - 1).bit_length() + 1
     layers = target.num_hidden_layers + (0 if drafter is None else drafter.num_hidden_layers)
-    graphs = batches * trees
+    longest = engine.max_context or target.max_position_embeddings
+    graphs = batches * trees * (1 + sum(context < longest for context in CONTEXTS))
     return (
         Line("runtime", RUNTIME_BYTES, "CUDA context, workspaces, NCCL: an estimate"),
         Line("CUDA graphs", graphs * layers * GRAPH_BYTES_PER_LAYER, f"{graphs} graphs: an estimate"),

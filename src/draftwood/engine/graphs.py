@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from draftwood.config import MAX_REPLAYED_BATCH
+from draftwood.config import CONTEXTS, MAX_REPLAYED_BATCH
 from draftwood.drafting import ReplayableDrafting, Ring
 from draftwood.engine.chunks import Chunk, padded_size
 from draftwood.engine.moments import Moment, Span, now
@@ -60,7 +60,7 @@ class Held:
 
     placed: Placed[RoundState]
     ring: Ring | None
-    rounds: dict[tuple[RoundPlan, int | None], Replay[StepResult]] = field(default_factory=dict)
+    rounds: dict[tuple[RoundPlan, int | None, int], Replay[StepResult]] = field(default_factory=dict)
     catch_up: Replay[None] | None = None
 
     @property
@@ -135,6 +135,7 @@ class GraphRunner(Runner):
         self._now: Held | None = None
         self._waiting = 0  # plain rounds whose features are in the ring
         self._max_pages = -(-max_context // page_size)
+        self._most_held = 0  # pages that a row of the batch has
         self._chunks: dict[int, tuple[Chunk, Replay[None]]] = {}
         self._rings: dict[int, Ring] = {}
 
@@ -143,10 +144,15 @@ class GraphRunner(Runner):
         self.settle()
         self.begun += 1
         self._rows, self._logprobs = list(rows), most_logprobs(rows)
+        self._most_held = max(len(row.pages) for row in rows)
         state = self._padded(self._rows)
         self._now = self._hold(state)
         self._now.placed.set(state)
         self._state = self._now.state
+
+    def set_pages(self, entries: Sequence[tuple[int, int, int]]) -> None:
+        super().set_pages(entries)
+        self._most_held = max(self._most_held, *(column + 1 for _, column, _ in entries))
 
     def launch(self, plan: RoundPlan) -> Flight:
         """Start a round and return at once."""
@@ -263,9 +269,10 @@ class GraphRunner(Runner):
             del self._held[key]
 
     def _round(self, held: Held, plan: RoundPlan, k: int | None) -> Replay[StepResult]:
-        if (plan, k) not in held.rounds:
-            held.rounds[plan, k] = self._capture(held, lambda: self._step(held, plan, k))
-        return held.rounds[plan, k]
+        columns = table_columns(self._most_held, self.page_size, self._max_pages)
+        if (plan, k, columns) not in held.rounds:
+            held.rounds[plan, k, columns] = self._capture(held, lambda: self._step(held, plan, k, columns))
+        return held.rounds[plan, k, columns]
 
     @contextmanager
     def _aside(self, held: Held) -> Iterator[None]:
@@ -286,9 +293,10 @@ class GraphRunner(Runner):
         if self._drafting is not None:
             self._drafting.ring = ring
 
-    def _step(self, held: Held, plan: RoundPlan, k: int | None) -> StepResult:
+    def _step(self, held: Held, plan: RoundPlan, k: int | None, columns: int) -> StepResult:
         early = self._early and 1 < plan.slots <= MOST_EARLY // len(held.state.root)
-        result = decode_round(self.stages, held.state, replace(plan, early=early), _untimed)
+        state = replace(held.state, page_table=held.state.page_table[:, :columns].contiguous())
+        result = decode_round(self.stages, state, replace(plan, early=early), _untimed)
         scores = None if k is None else TokenScores.of(self.stages, result, k)
         packed_scores = None if scores is None else packed(scores)
         return StepResult(RoundReport(result.table, plan.slots), scores, packed_scores)
@@ -334,6 +342,15 @@ def padded_batch(rows: int) -> int:
     if size is None:
         raise ValueError(f"max_batch: at most {BATCHES[-1]} requests can share a round, got {rows}")
     return size
+
+
+def table_columns(most_held: int, page_size: int, max_pages: int) -> int:
+    """Columns of the page table that a round is recorded with, if no row has more than `most_held` pages: the others have none.
+
+    A row has pages for all that rounds in flight and the next one may write, so this is enough whatever those will bring.
+    """
+    sizes = (-(-context // page_size) for context in CONTEXTS)
+    return min((n for n in sizes if most_held <= n <= max_pages), default=max_pages)
 
 
 @contextmanager
