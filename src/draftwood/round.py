@@ -98,9 +98,7 @@ class RoundPlan:
     depth: int  # D
     top_k: int  # candidates per depth; 1 drafts a chain
     prune: Callable[[DraftTree], DraftTree] | None = None  # truncates the built tree, if its scores say so
-    early: bool = (
-        False  # features of all slots are projected beside the choice, not those of the path after it
-    )
+    early: bool = False  # project all slots' features beside the choice, not those of the path after it
 
 
 @dataclass(frozen=True)
