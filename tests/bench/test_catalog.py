@@ -137,6 +137,14 @@ def test_the_sources_of_a_kernel_include_what_they_import():
     assert not any(name.startswith("moe/") for name in names)
 
 
+@pytest.mark.parametrize("line", ["import helper", "from helper import paged"])
+def test_the_sources_of_a_peer_include_helpers_beside_it(tmp_path, line):
+    path, helper = tmp_path / "peer.py", tmp_path / "helper.py"
+    path.write_text(f"{line}\n{PEER}")
+    helper.write_text("")
+    assert Catalog.of_files(peers=[path]).files("verify_attn", "peer:other")[:2] == [path, helper]
+
+
 def test_planning_and_listing_never_import_torch():
     code = (
         "import sys; from draftwood.bench import cli, suite, live, report, catalog as c;"

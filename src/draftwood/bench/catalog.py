@@ -125,7 +125,7 @@ class Catalog:
     def files(self, kernel: str, impl: str) -> list[Path]:
         """The source files whose change makes old timings void, imports within the package included."""
         if impl in self.peers:
-            return [self.peers[impl].path, *self.files(kernel, "torch")]
+            return [*_with_helpers(self.peers[impl].path), *self.files(kernel, "torch")]
         if kernel in self.extra:
             return [Path(str(self.extra[kernel].__file__))]
         folder = f"draftwood.kernels.{kernel}"
@@ -168,6 +168,17 @@ def read_peer(path: Path) -> Peer:
         raise UsageError(f"`{path}`: expected a function `run(**inputs)` or `build(case, inputs)`")
     mask = constants.get("MASK")
     return Peer(str(constants["KERNEL"]), str(constants["NAME"]), path, None if mask is None else str(mask))
+
+
+def _with_helpers(path: Path) -> list[Path]:
+    """A file, and those beside it that it imports."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
+        if isinstance(node, ast.Import):
+            names += [a.name for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.append(node.module)
+    return [path, *(file for name in names if (file := path.with_name(f"{name}.py")).is_file())]
 
 
 @cache
