@@ -66,24 +66,19 @@ def exact(pair: list[Path], device: str, tokens: int, **ranks: Any) -> dict[str,
     return found
 
 
-def timed(pair: list[Path], device: str, tokens: int, runs: int, **ranks: Any) -> dict[str, dict[str, Any]]:
-    """Tokens and their rate in the device's own type, by setting."""
-    found = {}
+def timed(
+    pair: list[Path], device: str, tokens: int, runs: int, **ranks: Any
+) -> Iterator[tuple[str, list[list[int]], dict[str, Any]]]:
+    """Setting, tokens, and their rate in the device's own type."""
     with LLM(*pair, device=device, max_batch=1, **ranks) as llm:
         for name, mode, sampler in settings():
             generate(llm, mode, sampler, tokens)
             results = [generate(llm, mode, sampler, tokens) for _ in range(runs)]
             rates = sorted(rate for _, rate in results)
-            found[name] = {
-                "tokens": results[0][0],
-                "tokens_per_second": statistics.median(rates),
-                "slowest": rates[0],
-                "fastest": rates[-1],
-                "runs": runs,
-            }
-            rate = found[name]["tokens_per_second"]
+            rate = statistics.median(rates)
             print(f"{ranks.get('tp', 1)} ranks: {name}, {rate:.1f} tokens/s", flush=True)
-    return found
+            ends = {"slowest": rates[0], "fastest": rates[-1]}
+            yield name, results[0][0], {"tokens_per_second": rate, **ends, "runs": runs}
 
 
 def agreement(a: list[list[int]], b: list[list[int]]) -> float:
@@ -140,19 +135,28 @@ def main() -> None:
         "different_in_fp64": different,
         "timed": {},
     }
+
+    def store() -> None:
+        """After every measurement: a run that is cut off has what it has."""
+        if options.out is not None:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    store()
     if options.runs:
-        alone = timed(*where, options.runs, graphs=options.graphs)
-        together = timed(*where, options.runs, graphs=options.graphs, **several)
-        for name, a in alone.items():
-            b, same = together[name], agreement(a.pop("tokens"), together[name].pop("tokens"))
-            result["timed"][name] = {"1": a, str(options.tp): b, "agreement": same}
-            rates = f"{a['tokens_per_second']:8.1f} {b['tokens_per_second']:8.1f} tokens/s"
-            print(f"{name:20} {rates}, {same:.0%} of the tokens the same")
+        alone = {}
+        for name, tokens, a in timed(*where, options.runs, graphs=options.graphs):
+            alone[name], result["timed"][name] = tokens, {"1": a}
+            store()
+        for name, tokens, b in timed(*where, options.runs, graphs=options.graphs, **several):
+            line, same = result["timed"][name], agreement(alone[name], tokens)
+            line.update({str(options.tp): b, "agreement": same})
+            store()
+            rates = f"{line['1']['tokens_per_second']:8.1f} {b['tokens_per_second']:8.1f} tokens/s"
+            print(f"{name:20} {rates}, {same:.0%} of the tokens the same", flush=True)
     if options.kill:
         result["kill"] = kill(options.pair, options.device, **several, graphs=options.graphs)
-        print("{error}, after {seconds:.2f} s".format(**result["kill"]))
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        print("{error}, after {seconds:.2f} s".format(**result["kill"]), flush=True)
+        store()
     if different:
         raise SystemExit(f"in fp64 {options.tp} ranks differ from one in: {', '.join(different)}")
     if different is not None:
