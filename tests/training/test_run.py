@@ -107,11 +107,13 @@ def test_it_learns_and_says_so(trained):
     assert plot.count("<polyline") == 6
 
 
-@pytest.mark.parametrize("stop", [3, 7])
+@pytest.mark.parametrize("stop", [3, 11])
 def test_interrupted_and_resumed_is_uninterrupted(folders, prompts, trained, tmp_path, stop):
-    """Bit for bit; step 7 lies between two checkpoints, which an interruption writes too."""
+    """Bit for bit; step 11 lies between two checkpoints, which an interruption writes too, and after an evaluation, which leaves a drafter."""
     assert train(folders, prompts, tmp_path, "--stop-at", str(stop)).exit_code == 0
-    assert not (tmp_path / "config.json").exists()
+    assert (tmp_path / "config.json").exists() == (stop > 10)
+    if stop > 10:
+        assert LLM(folders[0], tmp_path, device="cpu").drafting is not None
     result = train(folders, prompts, tmp_path)
     assert result.exit_code == 0, result.output
     assert f"going on from step {stop}" in result.output
@@ -133,6 +135,22 @@ def test_a_run_can_start_from_a_drafter(folders, prompts, trained, tmp_path):
     result = train(folders, prompts, tmp_path / "b", "--init", str(trained[0]), "--intermediate-size", "16")
     assert result.exit_code == 2
     assert "another shape" in " ".join(result.output.split())
+
+
+def test_a_run_can_start_from_some_layers_of_a_drafter(folders, prompts, trained, tmp_path):
+    """With another block size too; as many layers as were asked for, and ones that there are."""
+    shorter = ("--init", str(trained[0]), "--layers", "1", "--block-size", "6", "--stop-at", "1")
+    result = train(folders, prompts, tmp_path / "a", *shorter, "--init-layers", "1")
+    assert result.exit_code == 0, result.output
+    whole, start = (load_file(f / "model.safetensors") for f in (trained[0], tmp_path / "a/work/start"))
+    assert json.loads((tmp_path / "a/work/start/config.json").read_text())["block_size"] == 6
+    own = {k.replace("layers.0.", "layers.1."): v for k, v in start.items()}
+    assert own.keys() == {k for k in whole if not k.startswith("layers.0.")}
+    assert all(torch.equal(whole[k], v) for k, v in own.items())
+    for layers in ("0,1", "2"):
+        result = train(folders, prompts, tmp_path / "b", *shorter, "--init-layers", layers)
+        assert result.exit_code == 2
+        assert "init_layers: expected 1 of the layers 0..1" in " ".join(result.output.split())
 
 
 def test_other_settings_do_not_resume(folders, prompts, trained):

@@ -101,6 +101,9 @@ def drafter(
     init: Annotated[
         str | None, typer.Option(help="Drafter folder to start from instead of at random.")
     ] = None,
+    init_layers: Annotated[
+        str | None, typer.Option(help="Its layers that become this one's, 0-based, with commas between.")
+    ] = None,
     length: Annotated[int, typer.Option(help="Tokens of prompt and continuation.")] = 512,
     temperatures: Annotated[str, typer.Option(help="Of the continuations, taken in turn.")] = "0",
     eval_prompts: Annotated[int, typer.Option(help="Held out from the end of the data.")] = 64,
@@ -135,6 +138,7 @@ def drafter(
     values = {k: v for k, v in locals().items() if k in TrainSettings.model_fields}
     values |= {"temperatures": _numbers(temperatures, float), "compile": compile_}
     values["taps"] = None if taps is None else _numbers(taps, int)
+    values["init_layers"] = None if init_layers is None else _numbers(init_layers, int)
     if on_bad not in ("skip", "refuse"):
         raise typer.BadParameter(f"expected skip or refuse, got {on_bad!r}", param_hint="--on-bad")
     if device == "auto":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,15 @@ def published_tensors(drafter: Drafter) -> dict[str, Tensor]:
             name + "mlp.down_proj.weight": layer.mlp.down.weight,
         }
     return {k: v.detach().cpu().bfloat16().contiguous() for k, v in tensors.items()}
+
+
+def with_layers(tensors: dict[str, Tensor], layers: Sequence[int]) -> dict[str, Tensor]:
+    """Published tensors of a drafter that has only these layers, in this order."""
+    chosen = {k: v for k, v in tensors.items() if not k.startswith("layers.")}
+    for i, layer in enumerate(layers):
+        own = f"layers.{layer}."
+        chosen |= {f"layers.{i}.{k.removeprefix(own)}": v for k, v in tensors.items() if k.startswith(own)}
+    return chosen
 
 
 def save_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from draftwood import scores
 from draftwood.models.config import TargetConfig
 from draftwood.models.drafter import Drafter
+from draftwood.models.drafter_config import DrafterConfig
 from draftwood.models.folder import resolve
 from draftwood.models.json_config import read_json
 from draftwood.models.target import Target
@@ -25,6 +26,7 @@ from draftwood.training.folder import (
     published_tensors,
     random_tensors,
     save_folder,
+    with_layers,
 )
 from draftwood.training.kernels import training_kernels
 from draftwood.training.report import write_card, write_plot
@@ -58,7 +60,7 @@ def train_drafter(
 
     Args:
         data: files of prompts, see `draftwood.training.data`.
-        out: becomes the drafter folder; `out/work` holds continuations and checkpoint.
+        out: becomes the drafter folder, a whole one from the first evaluation on; `out/work` holds continuations and checkpoint.
         stop_at: end at this step without finishing, as an interruption would.
 
     Raises:
@@ -74,9 +76,15 @@ def train_drafter(
     if trainer.step:
         show.say(f"going on from step {trainer.step}")
     with show.training() as report:
-        trainer.run(report, stop_at)
+
+        def told(status: Status) -> None:
+            report(status)
+            if status.evaluation is not None and status.share < 1.0:
+                _write(out, str(target), trainer, len(train))
+
+        trainer.run(told, stop_at)
     if trainer.share >= 1.0:
-        _finish(out, str(target), trainer, len(train))
+        _write(out, str(target), trainer, len(train))
 
 
 def _check_length(settings: TrainSettings, config: TargetConfig) -> None:
@@ -89,7 +97,7 @@ def _check_length(settings: TrainSettings, config: TargetConfig) -> None:
 
 
 def _drafter(folder: Path, target: Target, s: TrainSettings, start: Path, device: str) -> Drafter:
-    """The drafter at its random start, fp32: the folder is written first, so that one loader serves all."""
+    """The drafter at its start, fp32: the folder is written first, so that one loader serves all."""
     c = target.config
     heads = s.heads or c.num_attention_heads
     config = drafter_config(
@@ -110,12 +118,25 @@ def _drafter(folder: Path, target: Target, s: TrainSettings, start: Path, device
 
     save_folder(start, config, random_tensors(config, s.seed))
     drafter = load(start)
-    if s.init is not None:
-        other = load(resolve(s.init))
-        if other.config.model_copy(update={"file": drafter.config.file}) != drafter.config:
-            raise ValueError(f"init: {s.init} is a drafter of another shape than these settings describe")
-        return other
-    return drafter
+    if s.init is None:
+        return drafter
+    other = load(resolve(s.init))
+    if _shape(other.config) != _shape(drafter.config):
+        raise ValueError(f"init: {s.init} is a drafter of another shape than these settings describe")
+    theirs = other.config.num_hidden_layers
+    chosen = tuple(range(theirs)) if s.init_layers is None else s.init_layers
+    if len(chosen) != s.layers or max(chosen) >= theirs:
+        raise ValueError(
+            f"init_layers: expected {s.layers} of the layers 0..{theirs - 1} of {s.init}, got {chosen}"
+        )
+    save_folder(start, config, with_layers(published_tensors(other), chosen))
+    return load(start)
+
+
+def _shape(config: DrafterConfig) -> tuple[Any, ...]:
+    """What drafters have in common that can start from one another: all but depth and block."""
+    depth = {"num_hidden_layers": 1, "layer_types": None, "max_window_layers": None}
+    return config.model_copy(update={"file": Path(), "block_size": 2, **depth}), set(config.layers)
 
 
 def _mask_token(folder: Path) -> int:
@@ -163,8 +184,8 @@ def _sequences(
     return made.rows(slice(0, -held_out)), made.rows(slice(-held_out, None))
 
 
-def _finish(out: Path, target: str, trainer: Trainer, sequences: int) -> None:
-    """Write the published folder, the score rule, the plot and the card."""
+def _write(out: Path, target: str, trainer: Trainer, sequences: int) -> None:
+    """Write the published folder as it is now, the score rule, the plot and the card."""
     config = read_json(out / "work" / "start" / "config.json")
     save_folder(out, config, published_tensors(trainer.drafter))
     rule = trainer.fit_scores()

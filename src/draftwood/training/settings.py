@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 Labels = Literal["hard", "soft"]
 """hard: the sampled tokens, as published; soft: the target's distribution where it sampled them."""
@@ -29,7 +29,9 @@ class TrainSettings(BaseModel):
     mask_token_id: int | None = Field(None, ge=0)
     """None takes `mask_token` of the target's tokenizer_config.json."""
     init: str | None = None
-    """Drafter folder whose weights to start from, of the same shape; None starts at random."""
+    """Drafter folder whose weights to start from; None starts at random. Only number of layers and block size may differ."""
+    init_layers: tuple[NonNegativeInt, ...] | None = None
+    """Which layers of `init` become the drafter's, in order; None takes all."""
 
     length: int = Field(512, ge=4)
     """Prompt and continuation together."""
