@@ -333,6 +333,31 @@ def test_attention_of_what_is_out_of_range_or_nan_spoils_its_own_row_only(case, 
             np.testing.assert_allclose(now[::2], was[::2], rtol=2**-7, atol=8e-3)  # cut elsewhere
 
 
+@pytest.mark.parametrize("cluster", [1, 2, 3, 6, 9, 12])
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_attention_in_tiles_and_clusters_of_any_size(rows, cluster, monkeypatch):
+    """Whatever the rule for few tiles chooses; more ranks than blocks of keys, and up to ten for each."""
+    cases = cases_with(
+        {
+            "verify_attn": [
+                {"B": 14, "T": 9, "H": 8, "prefix": 64 * 10 * cluster, "ragged": 1},
+                {"B": 5, "T": 70, "H": 5, "prefix": 130, "page": 16, "ragged": 1},
+                {"B": 1, "T": 33, "H": 64, "prefix": 0},
+            ]
+        }
+    )
+    if not served(cases[:1], ["cuda"]):
+        pytest.skip("needs Hopper and the package cuda-bindings")
+    from draftwood.kernels.verify_attn import cuda_impl, cuda_tile
+
+    def tile_of(B, n, keys, device):
+        return cuda_tile.Tile(rows, cluster, B * -(-n // rows), -(-keys // 64), True)
+
+    monkeypatch.setattr(cuda_impl, "tile_of", tile_of)
+    for case in cases:
+        verify(case, "cuda", "cuda")
+
+
 @pytest.mark.parametrize("case", cases_with(FIXED), ids=case_id)
 def test_fixed_kernels_on_new_data(case):
     case = replace(case, seed=secrets.randbelow(2**31))

@@ -25,17 +25,22 @@ class CudaError(RuntimeError):
 
 
 @cache
-def compile_cubin(source: Path, options: tuple[str, ...]) -> bytes:
-    """Machine code of a file that includes no other. Raises `CudaError` with the compiler's log."""
-    text = source.read_bytes()
+def compile_cubin(sources: tuple[Path, ...], options: tuple[str, ...]) -> bytes:
+    """Machine code of files one after another, which include no others. Raises `CudaError` with the compiler's log."""
+    text = joined(sources)
     key = hashlib.sha256(repr((text, options, version())).encode()).hexdigest()
     kept = get_cache_manager(key)
     path = kept.get_file("kernel.cubin")
     if path is not None:
         return Path(path).read_bytes()
-    cubin, _ = compile_logged(text, source.name, options)
+    cubin, _ = compile_logged(text, sources[-1].name, options)
     kept.put(cubin, "kernel.cubin")
     return cubin
+
+
+def joined(sources: Sequence[Path]) -> bytes:
+    """Text of files one after another, in which the compiler's messages name each."""
+    return b"\n".join(b'#line 1 "%s"\n%s' % (path.name.encode(), path.read_bytes()) for path in sources)
 
 
 def version() -> tuple[int, int]:

@@ -1,4 +1,5 @@
-"""verify_attn in CUDA C++, for Hopper and few tiles: latents of 512 + 64 numbers in bf16 (see `cuda_kernel.cu`).
+"""verify_attn in CUDA C++, for Hopper and few tiles: latents of 512 + 64 numbers in bf16 (see `cuda_kernel.cu`;
+tiles of 64 rows are `cuda_kernel_64.cu`'s).
 
 One launch per layer, with no workspace: the thread blocks that share a tile are a cluster, and merge through shared memory. So
 launches may run side by side.
@@ -16,12 +17,9 @@ from torch import Tensor
 
 from draftwood.kernels.nvrtc import CudaKernel, compile_cubin, context_of, tensor_map
 from draftwood.kernels.verify_attn import check_pages, check_use
-from draftwood.kernels.verify_attn.cuda_tile import Tile, choose_tile, shared_bytes
+from draftwood.kernels.verify_attn.cuda_tile import Tile, choose_tile, shared_bytes, threads
 
 WIDTH, VALUE_DIM = 576, 512
-SOURCE = Path(__file__).with_name("cuda_kernel.cu")
-
-THREADS = 288
 
 _LOG2_E = math.log2(math.e)
 
@@ -78,7 +76,7 @@ class Attention:
             tile = tile_of(B, T * H, keys_of(page_table, self.page, T), q.device.index)
             chunks = 3 if self.page == 64 else 1  # boxes of fewer rows would lie apart
             arguments = (
-                tensor_map(q.view(-1, WIDTH), tile.rows, 9),
+                tensor_map(q.view(-1, WIDTH), tile.rows, 3 if tile.rows == 64 else 9),
                 tensor_map(pages.view(-1, WIDTH), self.page, chunks),
                 tensor_map(tree_kv.view(-1, WIDTH), 64, 3),
                 *self.shared,
@@ -100,6 +98,12 @@ def tile_of(B: int, rows: int, keys: int, device: int) -> Tile:
     return choose_tile(B, rows, keys, kernel(32, 1, 64, device, "probe").resident_clusters)
 
 
+def sources_of(rows: int) -> tuple[Path, ...]:
+    """Files for tiles of `rows` rows, one after another."""
+    kernel = "cuda_kernel_64.cu" if rows == 64 else "cuda_kernel.cu"
+    return tuple(Path(__file__).with_name(name) for name in ("cuda_common.cu", kernel))
+
+
 def options_of(rows: int, cluster: int, page: int) -> tuple[str, ...]:
     """Of the compiler, for tiles of `rows` rows, each of a cluster's size in thread blocks."""
     sizes = {"ROWS": rows, "CLUSTER": cluster, "PAGE": page, "SHARED_BYTES": shared_bytes(rows, cluster)}
@@ -115,5 +119,5 @@ def keys_of(page_table: Tensor, page: int, T: int) -> int:
 @cache
 def kernel(rows: int, cluster: int, page: int, device: int, name: str = "attend") -> CudaKernel:
     """Ready for launches in a device's context, which must be current."""
-    cubin = compile_cubin(SOURCE, options_of(rows, cluster, page))
-    return CudaKernel(cubin, name, THREADS, shared_bytes(rows, cluster))
+    cubin = compile_cubin(sources_of(rows), options_of(rows, cluster, page))
+    return CudaKernel(cubin, name, threads(rows), shared_bytes(rows, cluster))
