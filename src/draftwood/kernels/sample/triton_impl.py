@@ -16,6 +16,7 @@ from draftwood.kernels.ordering import unpack
 from draftwood.kernels.sample.logits import live_slots
 from draftwood.kernels.sample.params import SampleParams
 from draftwood.kernels.sample.triton_kernels import pick, settle, survey, weigh
+from draftwood.kernels.sample.triton_nucleus import TILES_OF_CHUNK
 from draftwood.kernels.sample.triton_scores import STRIPES, TILE
 from draftwood.kernels.sample.triton_search import HELD
 from draftwood.tree import DraftTree
@@ -49,9 +50,9 @@ def sample(
     _launch(survey, (rows, _tiles(V, 0)), arguments)
     _launch(pick, (rows,), arguments)
     if arguments["FILTERS"]:
-        parts = min(_MOST_PARTS, triton.next_power_of_2(triton.cdiv(_PROGRAMS, rows)), arguments["BLOCKS"])
+        parts, early = _parts(arguments["blocks"], rows)
         before = torch.empty(rows, parts, 2, HELD, dtype=torch.float32, device=logits.device)
-        arguments |= {"before": before, "PARTS": parts}
+        arguments |= {"before": before, "parts": parts, "PARTS": triton.next_power_of_2(parts), "EARLY": early}
         _launch(weigh, (rows, parts), arguments)
         _launch(settle, (rows,), arguments)
     return choice, status
@@ -117,13 +118,13 @@ def compile_cases(capability: int) -> list[CompileCase]:
     floats += ("tops", "bounds", "weights", "told", "of_all", "before", "gathered_x", "x_out")
     types = dict.fromkeys(floats, "*fp32") | {"prompt_seen": "*i1"}
     types |= dict.fromkeys(("seed", "ancestors", "held", "winners"), "*i64")
-    sizes = {"T": 32, "V": V, "M": 8, "offset": 0, "v": V, "blocks": blocks}
+    sizes = {"T": 32, "V": V, "M": 8, "offset": 0, "v": V, "blocks": blocks, "parts": 40}
     for every in (False, True) if capability == 90 else (True,):  # without extras it is less of the same
         for kernel, own in (
             (survey, {}),
             (pick, {"FILTERS": True, "BLOCKS": 512}),
             *(() if every else ((pick, {"FILTERS": False, "BLOCKS": 512}),)),
-            (weigh, {"PARTS": _MOST_PARTS}),
+            *((weigh, {"EARLY": early}) for early in (True, False)),
             (settle, {"BLOCKS": 512, "CAPACITY": _CAPACITY, "PARTS": _MOST_PARTS}),
         ):
             absent = {"x_out", "winners", *(() if every else _EXTRAS)}
@@ -136,12 +137,20 @@ def compile_cases(capability: int) -> list[CompileCase]:
                 n: sizes.get(n, types.get(n, "*i32")) for n in kernel.arg_names if n not in constexprs
             }
             name = f"{kernel.__name__}, extras={every}" + ("" if own.get("FILTERS", True) else ", no filter")
+            name += ", early" if own.get("EARLY") else ""
             cases.append(CompileCase(name, kernel, arguments, constexprs, _OPTIONS["num_warps"]))
     return cases
 
 
 def _tiles(v: int, offset: int) -> int:
     return -(-(offset % 4 + v) // TILE)
+
+
+def _parts(blocks: int, rows: int) -> tuple[int, bool]:
+    """Programs of `weigh` per row, and whether each has one chunk alone."""
+    chunks = triton.cdiv(blocks, TILES_OF_CHUNK * STRIPES)
+    run = triton.cdiv(chunks, min(chunks, _MOST_PARTS, max(1, _PROGRAMS // rows)))
+    return triton.cdiv(chunks, run), run == 1
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
@@ -175,7 +184,7 @@ def _arguments(
         "told": HELD,
         "of_all": 2,
     }
-    integers = {"listed": blocks, "n_listed": 1, "gathered_ids": _CAPACITY}
+    integers = {"listed": blocks, "tasks": 1, "gathered_ids": _CAPACITY}
     made = [(sizes, torch.float32), (integers, torch.int32), ({"held": HELD}, torch.int64)]
     return {
         "logits": logits.contiguous(),

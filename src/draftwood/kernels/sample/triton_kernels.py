@@ -20,6 +20,7 @@ import triton.language as tl
 from draftwood.kernels.noise.triton_impl import gumbel, log2_of_bits, random_bits, tile_bits
 from draftwood.kernels.sample.triton_cut import Gathered, find_cut
 from draftwood.kernels.sample.triton_nucleus import (
+    TILES_OF_CHUNK,
     exact_verdict,
     foremost,
     logits_of,
@@ -30,6 +31,7 @@ from draftwood.kernels.sample.triton_nucleus import (
     weights_before,
     weights_exactly_before,
     weights_of_blocks,
+    weights_of_chunk,
 )
 from draftwood.kernels.sample.triton_scores import (
     STRIPES,
@@ -42,6 +44,7 @@ from draftwood.kernels.sample.triton_scores import (
     live_slots,
     scaled,
     scores,
+    smallest_of_blocks,
     sums_of_blocks,
 )
 from draftwood.kernels.sample.triton_search import (
@@ -58,6 +61,8 @@ from draftwood.kernels.triton_overlap import await_previous, begin_next
 
 _TILE = tl.constexpr(TILE)
 _STRIPES = tl.constexpr(STRIPES)
+_CHUNK = tl.constexpr(TILES_OF_CHUNK * TILE)
+_BLOCKS_OF_CHUNK = tl.constexpr(TILES_OF_CHUNK * STRIPES)
 _HELD = tl.constexpr(HELD)
 _WANTED = tl.constexpr(HELD - 1)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -65,6 +70,9 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 _NEVER = tl.constexpr(float("-inf"))
 _NO_KEY = tl.constexpr(-(2**63))
 _LAST = tl.constexpr(0x7FFFFFFF)
+_DONE = tl.constexpr(0)
+_TO_WEIGH = tl.constexpr(1)
+_UNDONE = tl.constexpr(2)
 _LOWEST_POWER = tl.constexpr(-200.0)  # of two: 0 in f32
 
 
@@ -102,12 +110,12 @@ def survey(
         bound = top
         if slot.scale > 0:
             if p < 1:
-                below = values - tl.where(top > _NEVER, top, 0.0)[None, :, None]
-                below = tl.maximum(below * rate, _LOWEST_POWER)
+                above = tl.where(top > _NEVER, top, 0.0) * -rate
+                below = tl.maximum(tl.fma(values, rate, above[None, :, None]), _LOWEST_POWER)
                 tl.store(weights + place, sums_of_blocks(tl.exp2(below)))
             noise = log2_of_bits(tile_bits(slot.seed, slot.position, first_of_tile(slot, tile), _TILE))
-            bound = tl.maximum(largest_of_blocks(by_block(tl.fma(x, rate, -noise))), _NEVER)
-            bound = (bound + 32.0) * _LN_2  # may be off by some roundings
+            under = smallest_of_blocks(by_block(tl.fma(x, -rate, noise)))  # a negated tensor takes an instruction
+            bound = (32.0 - tl.minimum(under, -_NEVER)) * _LN_2  # may be off by some roundings
         tl.store(bounds + place, bound)
         if x_out is not None:  # noqa: SIM102 - the filters are known at run time only
             if filtered & (slot.scale > 0):
@@ -122,11 +130,10 @@ def pick(
     tops,
     bounds,
     weights,
-    held,  # [B * T, 4] i64, for `settle`
-    told,  # [B * T, 4] f32: logits of `held` before step 4, inf where there is none
+    held,  # [B * T, 4] i64: the three best of rows to weigh
+    told,  # [B * T, 4] f32: their logits before step 4, inf where there is none
     of_all,  # [B * T, 2] f32: the largest x and all weight, relative to it
-    listed,  # [B * T, blocks] i32, blocks that it looks into
-    n_listed,  # [B * T] i32; where `settle` has nothing to do -1, and -2 where it has all to do
+    tasks,  # [B * T] i32: what is left to do for the row
     choice,  # [B, T] i32
     status,  # [B]
     winners,  # None, or [B * T] i64 for the keys of a slice: written instead, of rows without a filter
@@ -147,8 +154,8 @@ def pick(
         filtered = (slot.scale > 0) & ((k > 0) | (p < 1) | (least_gap > _NEVER))
     await_previous(OVERLAP)
     begin_next(OVERLAP)
-    own_tops, own_bounds, own = tops + row * blocks, bounds + row * blocks, listed + row * blocks
-    best, count = tl.full([], _NO_KEY, tl.int64), -1
+    own_tops, own_bounds = tops + row * blocks, bounds + row * blocks
+    best, task = tl.full([], _NO_KEY, tl.int64), _DONE
     if (slot.t < slot.live) & ((winners is None) | (filtered == 0)):
         doubt = filtered
         if filtered == 0:
@@ -163,48 +170,48 @@ def pick(
                 top = of_blocks(own_tops, blocks, BLOCKS)
                 peak = tl.max(top)
                 weight = weights_of_blocks(own_tops, weights + row * blocks, blocks, peak, BLOCKS)
-                all_weight = tl.sum(weight)
                 keys, y, rest = leaders(slot, own_tops, own_bounds, blocks, peak, least_gap, BLOCKS, _HELD)
                 best, doubt = tl.max(keys), in_doubt(slot, keys, rest, tl.where(p < 1, _WANTED, 1))
                 if (p < 1) & (best > _NO_KEY) & (doubt == 0):
-                    x = scaled(slot, y)
-                    mine = tl.max(tl.where(keys == best, x, _NEVER))
-                    maybe = tl.sum(tl.where(top >= mine, weight, 0.0))
+                    mine = tl.max(tl.where(keys == best, scaled(slot, y), _NEVER))
+                    sums = tl.sum(tl.join(tl.where(top >= mine, weight, 0.0), weight), 0)
+                    maybe, all_weight = tl.split(sums)
                     if surely_kept(maybe, tl.exp(mine - peak), all_weight, p, peak) == 0:
-                        some = keys > tl.min(keys)
-                        keys = tl.where(some, keys, _NO_KEY)
-                        tl.store(held + row * _HELD + tl.arange(0, _HELD), keys)
-                        tl.store(told + row * _HELD + tl.arange(0, _HELD), tl.where(some, y, float("inf")))
+                        rank = tl.arange(0, _HELD)
+                        worst = tl.max(tl.where(keys == tl.min(keys), rank, -1))
+                        place = row * _HELD + tl.where(rank == worst, _WANTED, rank - (rank > worst).to(tl.int32))
+                        tl.store(held + place, tl.where(rank == worst, _NO_KEY, keys))
+                        tl.store(told + place, tl.where((rank == worst) | (keys == _NO_KEY), float("inf"), y))
                         tl.store(of_all + row * 2, peak)
                         tl.store(of_all + row * 2 + 1, all_weight)
-                        count = list_blocks(own, top, tl.min(tl.where(some, x, float("inf"))), BLOCKS)
+                        task = _TO_WEIGH
         if doubt:
             if FILTERS & (winners is None):
-                count = -2
+                task = _UNDONE
             else:
                 limits = Limits(_NEVER, _LAST, 0.0, _NEVER)
                 best = tl.max(search(slot, own_tops, own_bounds, blocks, limits, 1, BLOCKS))
-        if (best == _NO_KEY) & (count == -1) & (winners is None):
+        if (best == _NO_KEY) & (task == _DONE) & (winners is None):
             tl.atomic_max(status + slot.b, 1)
     if winners is not None:
         tl.store(winners + row, best)
     else:
-        tl.store(n_listed + row, count)
+        tl.store(tasks + row, task)
         tl.store(choice + row, tl.where(best > _NO_KEY, packed_index(best), -1))
 
 
 @triton.jit
 def weigh(
     logits, temperature, repetition, presence, frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits,
-    tokens, ancestors, n_slots, tree_status, seed, position,
-    held,
+    tokens, ancestors, n_slots, tree_status, seed, position, top_k, top_p,
+    tops,
     told,
     of_all,
-    listed,
-    n_listed,
-    before,  # [B * T, PARTS, 2, 4] f32, of rows to settle
-    T, V, M, offset, v, blocks,
-    PARTS: tl.constexpr, OVERLAP: tl.constexpr,
+    tasks,
+    before,  # [B * T, parts, 2, 4] f32, of rows to weigh
+    T, V, M, offset, v, blocks, parts,
+    EARLY: tl.constexpr,  # a program has one chunk of tokens, and computes their weights before it is told what to do with them
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     b = row // T
@@ -213,21 +220,27 @@ def weigh(
         tl.load(position + row), b, row % T, live_slots(b, n_slots, tree_status, T), T, V, M, repetition, presence,
         frequency, prompt_seen, counts, bias_ids, bias_values, mask_bits, tokens, ancestors,
     )  # fmt: skip
+    weight, top = tl.zeros([_CHUNK], tl.float32), 0.0
+    if EARLY:  # noqa: SIM102 - the row is known at run time only
+        if (slot.t < slot.live) & (slot.scale > 0) & (tl.load(top_p + b) < 1) & (tl.load(top_k + b) <= 0):
+            weight, top = weights_of_chunk(slot, part)
     await_previous(OVERLAP)
     begin_next(OVERLAP)
-    count, rank = tl.load(n_listed + row), tl.arange(0, _HELD)
-    keys, y, peak = (
-        tl.load(held + row * _HELD + rank),
-        tl.load(told + row * _HELD + rank),
-        tl.load(of_all + row * 2),
-    )
-    if count >= 0:
-        run = (count + PARTS - 1) // PARTS
-        start, end = tl.minimum(part * run, count), tl.minimum((part + 1) * run, count)
-        surely, maybe = weights_before(slot, listed + row * blocks, start, end, keys, y, peak, 2)
-        place = before + (row * PARTS + part) * 2 * _HELD + rank
-        tl.store(place, surely)
-        tl.store(place + _HELD, maybe)
+    if tl.load(tasks + row) == _TO_WEIGH:
+        peak, own_told = tl.load(of_all + row * 2), told + row * _HELD
+        if EARLY:
+            sums = weights_before(slot, weight, top, own_told, peak)
+        else:
+            sums = tl.zeros([2 * _HELD], tl.float32)
+            least = tl.min(scaled(slot, tl.load(own_told + tl.arange(0, _HELD))))
+            chunks = (blocks + _BLOCKS_OF_CHUNK - 1) // _BLOCKS_OF_CHUNK
+            run = (chunks + parts - 1) // parts
+            for chunk in range(part * run, tl.minimum((part + 1) * run, chunks)):
+                place = chunk * _BLOCKS_OF_CHUNK + tl.arange(0, _BLOCKS_OF_CHUNK)
+                if tl.max(tl.load(tops + row * blocks + place, mask=place < blocks, other=_NEVER)) >= least:
+                    weight, top = weights_of_chunk(slot, chunk)
+                    sums += weights_before(slot, weight, top, own_told, peak)
+        tl.store(before + (row * parts + part) * 2 * _HELD + tl.arange(0, 2 * _HELD), sums)
 
 
 @triton.jit
@@ -240,14 +253,14 @@ def settle(
     held,
     told,
     of_all,
-    listed,
-    n_listed,
+    tasks,
     before,
-    gathered_x,  # [B * T, CAPACITY] f32, written and read here
+    listed,  # [B * T, blocks] i32, written and read here
+    gathered_x,  # [B * T, CAPACITY] f32, and so is this
     gathered_ids,
     choice,
     status,
-    T, V, M, offset, v, blocks,
+    T, V, M, offset, v, blocks, parts,
     BLOCKS: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -259,23 +272,27 @@ def settle(
     )  # fmt: skip
     k, p, least_gap = tl.load(top_k + b), tl.load(top_p + b), tl.load(log_min_p + b)
     await_previous(OVERLAP)
-    count, rank = tl.load(n_listed + row), tl.arange(0, _HELD)
+    task, rank = tl.load(tasks + row), tl.arange(0, _HELD)
     keys, y = tl.load(held + row * _HELD + rank), tl.load(told + row * _HELD + rank)
     peak, all_weight = tl.load(of_all + row * 2), tl.load(of_all + row * 2 + 1)
-    parts = before + (row * PARTS + tl.arange(0, PARTS)[:, None]) * 2 * _HELD + rank[None, :]
-    surely, maybe = tl.sum(tl.load(parts), 0), tl.sum(tl.load(parts + _HELD), 0)
-    if count != -1:
+    part = tl.arange(0, PARTS)[:, None]
+    place = before + (row * parts + part) * 2 * _HELD + rank[None, :]
+    surely, maybe = (
+        tl.sum(tl.load(place, mask=part < parts, other=0.0), 0),
+        tl.sum(tl.load(place + _HELD, mask=part < parts, other=0.0), 0),
+    )
+    if task != _DONE:
         own_tops, own_bounds, own_list = tops + row * blocks, bounds + row * blocks, listed + row * blocks
         least_gap = tl.where(slot.scale > 0, least_gap, _NEVER)
         best = tl.full([], _NO_KEY, tl.int64)
-        fresh = count >= 0
-        if count < 0:
+        weighed = task == _TO_WEIGH
+        if task == _UNDONE:
             peak = tl.max(of_blocks(own_tops, blocks, BLOCKS))
             all_weight = tl.sum(weights_of_blocks(own_tops, weights + row * blocks, blocks, peak, BLOCKS))
         if (slot.scale > 0) & (k <= 0) & (p < 1):
             cut, last_id, more = _NEVER, _LAST, peak > _NEVER
             while more:
-                if fresh == 0:
+                if weighed == 0:
                     limits = Limits(cut, last_id, peak, least_gap)
                     keys = search(slot, own_tops, own_bounds, blocks, limits, _WANTED, BLOCKS)
                     y = logits_of(slot, keys)
@@ -290,7 +307,7 @@ def settle(
                     best = exact_verdict(slot, keys, y, p, peak, 512)
                 cut, last_id = foremost(tokens_of(slot, keys), scaled(slot, y))
                 last_id -= 1
-                fresh = tl.full([], 0, tl.int1)
+                weighed = tl.full([], 0, tl.int1)
                 more = (best == _NO_KEY) & (tl.max(keys) > _NO_KEY)
         elif peak > _NEVER:
             cut, last_id = _NEVER, _LAST

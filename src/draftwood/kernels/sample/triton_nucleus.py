@@ -10,10 +10,14 @@ import triton
 import triton.language as tl
 
 from draftwood.kernels.sample.triton_cut import mass, weight_of
-from draftwood.kernels.sample.triton_scores import BLOCK, block_of, processed, scaled, scores
+from draftwood.kernels.sample.triton_scores import BLOCK, TILE, first_of_tile, processed, scaled, scores
 from draftwood.kernels.sample.triton_search import HELD, listed_tokens, of_blocks
 from draftwood.kernels.triton_ops import packed_index
 
+TILES_OF_CHUNK = 2
+
+_TILES = tl.constexpr(TILES_OF_CHUNK)
+_CHUNK = tl.constexpr(TILES_OF_CHUNK * TILE)
 _BLOCK = tl.constexpr(BLOCK)
 _HELD = tl.constexpr(HELD)
 _ERROR = tl.constexpr(2.0**-14)
@@ -37,42 +41,52 @@ def logits_of(slot, held):
 
 
 @triton.jit
-def weights_before(slot, listed, start, end, held, y, peak, CHUNK: tl.constexpr):
-    """[4] f32 twice: sums of exp(x' - peak) over those tokens of blocks start..end - 1 of a list that surely come before each
-    candidate, and over those that may, itself included. y: the candidates' logits. CHUNK blocks at a time.
+def weights_of_chunk(slot, chunk):
+    """[4096] f32 weights of the tokens of a chunk, `TILES_OF_CHUNK` tiles, relative to the weight of an x, and that x: the largest."""
+    y = processed(slot, first_of_tile(slot, chunk * _TILES) + tl.arange(0, _CHUNK))
+    top = tl.max(y)
+    top = scaled(slot, tl.where(top > _NEVER, top, 0.0))
+    return weight_beside(slot, y, top), top
 
-    Nothing is divided: logits that differ by more than rounding hides are in the order of their x. Only where some are as
-    close as that, as equal ones are, x and ids are compared in a second pass.
+
+@triton.jit
+def weights_before(slot, weight, top, held_y, peak):
+    """[8] f32: sums of exp(x' - peak) over those tokens of a chunk that surely come before each of four candidates, and over
+    those that may, itself included. weight, top: of `weights_of_chunk`; held_y: pointer to the candidates' logits.
+
+    Weights closer to each other than rounding can tell are those of tokens that may come before. The fourth candidate is none.
     """
-    apart = tl.abs(y) * 4.8e-7 + slot.scale * 1e-37
-    above, below = y + apart, y - apart
-    surely, maybe = (
-        tl.zeros([_HELD, CHUNK * _BLOCK], tl.float32),
-        tl.zeros([_HELD, CHUNK * _BLOCK], tl.float32),
+    even, odd = tl.split(tl.reshape(weight, [_CHUNK // 4, 2, 2]))
+    w0, w1 = tl.split(even)
+    w2, w3 = tl.split(odd)
+    first = _surely_and_maybe(slot, w0, w1, w2, w3, tl.load(held_y), top)
+    second = _surely_and_maybe(slot, w0, w1, w2, w3, tl.load(held_y + 1), top)
+    third = _surely_and_maybe(slot, w0, w1, w2, w3, tl.load(held_y + 2), top)
+    sums = tl.join(tl.join(first, third), tl.join(second, tl.zeros_like(second)))
+    return tl.sum(tl.reshape(sums, [_CHUNK // 32, 2 * _HELD]), 0) * tl.exp2((top - peak) * _LOG2_E)
+
+
+@triton.jit
+def _surely_and_maybe(slot, w0, w1, w2, w3, y, top):
+    own, error = weight_beside(slot, y, top), 2.0**-20 * (1.0 + tl.abs(scaled(slot, y)) + tl.abs(top))
+    return tl.join(
+        _above(w0, w1, w2, w3, own * (1.0 + error)), _above(w0, w1, w2, w3, own * (1.0 - error))
     )
-    following = processed(slot, listed_tokens(slot, listed, end, start, CHUNK))
-    for first in range(start, end, CHUNK):
-        other = following
-        following = processed(
-            slot, listed_tokens(slot, listed, end, first + CHUNK, CHUNK)
-        )  # is on its way meanwhile
-        weight = weight_beside(slot, other, peak)[None, :]
-        surely = tl.fma(weight, (other[None, :] > above[:, None]).to(tl.float32), surely)
-        maybe = tl.fma(weight, (other[None, :] >= below[:, None]).to(tl.float32), maybe)
-    token = tokens_of(slot, held)
-    close = tl.sum((maybe > surely).to(tl.int32), 1)
-    if start < end:
-        own = block_of(slot, token)  # lists are in order
-        close -= ((tl.load(listed + start) <= own) & (own <= tl.load(listed + end - 1))).to(tl.int32)
-    surely, maybe = tl.sum(surely, 1), tl.sum(maybe, 1)
-    if tl.max(close) > 0:
-        surely, maybe = weights_exactly_before(slot, listed, start, end, token, scaled(slot, y), peak)
-    return surely, maybe
+
+
+@triton.jit
+def _above(w0, w1, w2, w3, bound):
+    """[128], a part of the sum per thread: of the weights above a bound. Four numbers that a thread has loaded at once are in four tensors."""
+    total = w0 * (w0 > bound).to(tl.float32)
+    total = tl.fma(w1, (w1 > bound).to(tl.float32), total)
+    total = tl.fma(w2, (w2 > bound).to(tl.float32), total)
+    total = tl.fma(w3, (w3 > bound).to(tl.float32), total)
+    return tl.sum(tl.reshape(total, [8, _CHUNK // 32]), 0)
 
 
 @triton.jit
 def weights_exactly_before(slot, listed, start, end, token, x, peak):
-    """`weights_before` by x and ids."""
+    """[4] f32 twice: `weights_before` by x and ids, of the blocks start..end - 1 of a list."""
     before, own = tl.zeros([_HELD, _BLOCK], tl.float32), tl.zeros([_HELD, _BLOCK], tl.float32)
     token, x = token[:, None], x[:, None]
     for first in range(start, end):
@@ -115,7 +129,7 @@ def _error(all_weight, peak):
 @triton.jit
 def verdict(held, surely, maybe, own, all_weight, p, peak):
     """The best key that is surely kept or no key, and whether a better one is in doubt. own: the candidates' weights."""
-    first = maybe == own  # of all: kept whatever the target
+    first = maybe < 1.5 * own  # of all, as one before it has as much weight: kept whatever the target
     kept = first | surely_kept(maybe, own, all_weight, p, peak)
     lost = surely > p * all_weight + _error(all_weight, peak)
     best = tl.max(tl.where(kept, held, _NO_KEY))

@@ -73,13 +73,6 @@ def first_of_block(slot, block):
 
 
 @triton.jit
-def block_of(slot, token):
-    """The block that a token is in."""
-    place = token - first_of_tile(slot, 0)
-    return place // _TILE * _STRIPES + place % _QUARTER // _STRIPE
-
-
-@triton.jit
 def place_in_block(i):
     """Of a block's i-th token: how far it is from the first one."""
     return i // _STRIPE * _QUARTER + i % _STRIPE
@@ -115,6 +108,11 @@ def by_block(x):
 def largest_of_blocks(x):
     """[4] of what `by_block` returns."""
     return tl.max(tl.max(x, 0), 1)
+
+
+@triton.jit
+def smallest_of_blocks(x):
+    return tl.min(tl.min(x, 0), 1)
 
 
 @triton.jit
