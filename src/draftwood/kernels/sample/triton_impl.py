@@ -52,7 +52,12 @@ def sample(
     if arguments["FILTERS"]:
         parts, early = _parts(arguments["blocks"], rows)
         before = torch.empty(rows, parts, 2, HELD, dtype=torch.float32, device=logits.device)
-        arguments |= {"before": before, "parts": parts, "PARTS": triton.next_power_of_2(parts), "EARLY": early}
+        arguments |= {
+            "before": before,
+            "parts": parts,
+            "PARTS": triton.next_power_of_2(parts),
+            "EARLY": early,
+        }
         _launch(weigh, (rows, parts), arguments)
         _launch(settle, (rows,), arguments)
     return choice, status

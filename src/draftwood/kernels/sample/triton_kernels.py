@@ -114,7 +114,9 @@ def survey(
                 below = tl.maximum(tl.fma(values, rate, above[None, :, None]), _LOWEST_POWER)
                 tl.store(weights + place, sums_of_blocks(tl.exp2(below)))
             noise = log2_of_bits(tile_bits(slot.seed, slot.position, first_of_tile(slot, tile), _TILE))
-            under = smallest_of_blocks(by_block(tl.fma(x, -rate, noise)))  # a negated tensor takes an instruction
+            under = smallest_of_blocks(
+                by_block(tl.fma(x, -rate, noise))
+            )  # a negated tensor takes an instruction
             bound = (32.0 - tl.minimum(under, -_NEVER)) * _LN_2  # may be off by some roundings
         tl.store(bounds + place, bound)
         if x_out is not None:  # noqa: SIM102 - the filters are known at run time only
@@ -179,7 +181,9 @@ def pick(
                     if surely_kept(maybe, tl.exp(mine - peak), all_weight, p, peak) == 0:
                         rank = tl.arange(0, _HELD)
                         worst = tl.max(tl.where(keys == tl.min(keys), rank, -1))
-                        place = row * _HELD + tl.where(rank == worst, _WANTED, rank - (rank > worst).to(tl.int32))
+                        place = row * _HELD + tl.where(
+                            rank == worst, _WANTED, rank - (rank > worst).to(tl.int32)
+                        )
                         tl.store(held + place, tl.where(rank == worst, _NO_KEY, keys))
                         tl.store(told + place, tl.where((rank == worst) | (keys == _NO_KEY), float("inf"), y))
                         tl.store(of_all + row * 2, peak)

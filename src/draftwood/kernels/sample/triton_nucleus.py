@@ -69,9 +69,7 @@ def weights_before(slot, weight, top, held_y, peak):
 @triton.jit
 def _surely_and_maybe(slot, w0, w1, w2, w3, y, top):
     own, error = weight_beside(slot, y, top), 2.0**-20 * (1.0 + tl.abs(scaled(slot, y)) + tl.abs(top))
-    return tl.join(
-        _above(w0, w1, w2, w3, own * (1.0 + error)), _above(w0, w1, w2, w3, own * (1.0 - error))
-    )
+    return tl.join(_above(w0, w1, w2, w3, own * (1.0 + error)), _above(w0, w1, w2, w3, own * (1.0 - error)))
 
 
 @triton.jit

@@ -78,6 +78,7 @@ def _blocks(D: int, K: int, T: int) -> dict[str, int]:
         "COLUMNS": columns,
         "ROWS": max(1, min(triton.next_power_of_2(max(1, D)), _TILE // columns)),
         "DEPTHS": triton.next_power_of_2(max(1, D)),
+        "EARLY": min(64, triton.next_power_of_2(T)),
         "BLOCK": triton.next_power_of_2(T),
         "WORDS": n_words(T),
     }
@@ -103,6 +104,7 @@ def _build(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTHS: tl.constexpr,
+    EARLY: tl.constexpr,  # slots of the part of the loop that knows of no others
     BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
 ):
@@ -132,16 +134,68 @@ def _build(
     limit = tl.where((fault == _SOUND) & (floor <= 0.0), limit, 1)
     last = tl.where(floor > _NEVER, _bits(floor), _bits(_NEVER) - 1)
 
-    slot = tl.max_contiguous(tl.arange(0, BLOCK), 1)  # 32 slots per register
+    slot = _slots(EARLY)
     score = tl.where(slot == 0, 0.0, _NEVER)
-    origin = tl.full([BLOCK], -1, tl.int32)  # the offer that became the slot
+    origin = tl.full([EARLY], -1, tl.int32)  # the offer that became the slot
     offer = (slot << _TO_SLOT).to(tl.int32)  # slot | rank of its next child | its depth
     worth = tl.where(slot == 0, first, _NEVER)  # of the offer
     sibling = tl.where(slot == 0, second, _NEVER)  # log-prob of the rank after the one offered
-    later = tl.full([BLOCK], _NEVER, tl.float32)  # and of the rank after that
+    later = tl.full([EARLY], _NEVER, tl.float32)  # and of the rank after that
     below = tl.where(slot == 0, below_first, _NEVER)  # of the first child of the child offered
-
     n, chosen, next_rank, next_candidate = 1, 0, 2, 2
+    n, chosen, next_rank, next_candidate, score, origin, offer, worth, sibling, later, below = _turns(
+        lp, K, firsts, seconds, thirds, belows, last, tl.minimum(limit, EARLY),
+        n, chosen, next_rank, next_candidate, score, origin, offer, worth, sibling, later, below, EARLY,
+    )  # fmt: skip
+    if BLOCK > EARLY:
+        n, chosen, next_rank, next_candidate, score, origin, offer, worth, sibling, later, below = _turns(
+            lp, K, firsts, seconds, thirds, belows, last, limit, n, chosen, next_rank, next_candidate,
+            _longer(score, _NEVER, EARLY, BLOCK), _longer(origin, -1, EARLY, BLOCK),
+            tl.where(_slots(BLOCK) < EARLY, _longer(offer, 0, EARLY, BLOCK), (_slots(BLOCK) << _TO_SLOT).to(tl.int32)),
+            _longer(worth, _NEVER, EARLY, BLOCK), _longer(sibling, _NEVER, EARLY, BLOCK),
+            _longer(later, _NEVER, EARLY, BLOCK), _longer(below, _NEVER, EARLY, BLOCK), BLOCK,
+        )  # fmt: skip
+    slot = _slots(BLOCK)
+
+    live = slot < n
+    in_row = slot < T
+    grown = live & (slot > 0)
+    parent = tl.where(grown, origin >> _TO_SLOT, -1)
+    candidate = (origin & _DEPTHS) * K + ((origin >> _TO_RANK) & _RANKS)
+    token = tl.load(ids + candidate, mask=grown, other=0)
+    token = tl.where(slot == 0, root_token, token)
+    depth = offer & _DEPTHS
+    tl.store(tokens + b * T + slot, token, mask=in_row)
+    tl.store(parents + b * T + slot, parent, mask=in_row)
+    tl.store(depths + b * T + slot, depth, mask=in_row)
+    tl.store(scores + b * T + slot, score, mask=in_row)
+    tl.store(n_slots + b, n)
+    tl.store(status + b, fault)
+    deepest = tl.max(depth)
+    for word in tl.static_range(WORDS):
+        place = ancestors + (b * T + slot) * WORDS + word
+        tl.store(place, _ancestors(slot, parent, live, deepest, word), mask=in_row)
+
+
+@triton.jit
+def _slots(SIZE: tl.constexpr):
+    return tl.max_contiguous(tl.arange(0, SIZE), 1)  # 32 slots per register
+
+
+@triton.jit
+def _longer(x, other, FROM: tl.constexpr, TO: tl.constexpr):
+    """[TO] of x [FROM], `other` behind it."""
+    x = tl.where(tl.arange(0, TO // FROM)[:, None] == 0, x[None, :], tl.full([1, 1], other, x.dtype))
+    return tl.reshape(x, [TO])
+
+
+@triton.jit
+def _turns(
+    lp, K, firsts, seconds, thirds, belows, last, limit,
+    n, chosen, next_rank, next_candidate, score, origin, offer, worth, sibling, later, below, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Let the tree grow to `limit` slots; all but the first line is [SIZE], or the next turn's."""
+    slot = _slots(SIZE)
     best = tl.min(_bits(worth))
     while (n < limit) & (best <= last):
         is_best = _bits(worth) == best
@@ -174,25 +228,7 @@ def _build(
         origin = tl.where(is_new, taken, origin)
         offer += tl.where(is_new, depth + 1, is_chosen.to(tl.int32) << _TO_RANK)
         n += 1
-
-    live = slot < n
-    in_row = slot < T
-    grown = live & (slot > 0)
-    parent = tl.where(grown, origin >> _TO_SLOT, -1)
-    candidate = (origin & _DEPTHS) * K + ((origin >> _TO_RANK) & _RANKS)
-    token = tl.load(ids + candidate, mask=grown, other=0)
-    token = tl.where(slot == 0, root_token, token)
-    depth = offer & _DEPTHS
-    tl.store(tokens + b * T + slot, token, mask=in_row)
-    tl.store(parents + b * T + slot, parent, mask=in_row)
-    tl.store(depths + b * T + slot, depth, mask=in_row)
-    tl.store(scores + b * T + slot, score, mask=in_row)
-    tl.store(n_slots + b, n)
-    tl.store(status + b, fault)
-    deepest = tl.max(depth)
-    for word in tl.static_range(WORDS):
-        place = ancestors + (b * T + slot) * WORDS + word
-        tl.store(place, _ancestors(slot, parent, live, deepest, word), mask=in_row)
+    return n, chosen, next_rank, next_candidate, score, origin, offer, worth, sibling, later, below
 
 
 @triton.jit
