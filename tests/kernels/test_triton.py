@@ -204,6 +204,29 @@ def test_sample_when_top_p_keeps_none_of_the_best_by_noise(top_p):
     cases.compare(case, run(case, inputs, "triton", DEVICE), run(case, inputs, "ref"))
 
 
+@pytest.mark.parametrize("most", [64, 2])
+def test_sample_weighs_the_tokens_before_the_best_chunk_by_chunk(most, monkeypatch):
+    """A program to each chunk, which computes weights ahead, or several chunks to a program, some with nothing to add."""
+    monkeypatch.setattr(sample_impl, "_MOST_PARTS", most)
+    cases, chunk, share = cases_of("sample"), 4096, np.float32(0.9)
+    case = make_case("sample", cases.DEFAULTS, T=4, V=2 * chunk + 900, rows="top_p")
+    inputs = cases.make(case)
+    inputs["logits"] /= 3.0
+    inputs["logits"][:, 0, chunk : 2 * chunk] -= 60.0
+    inputs["params"] = replace(inputs["params"], top_p=np.full(1, share), temperature=np.ones(1, np.float32))
+    given = []
+    launch = sample_impl._launch
+
+    def recorded(kernel, grid, arguments):
+        launch(kernel, grid, arguments)
+        given.append(arguments)
+
+    monkeypatch.setattr(sample_impl, "_launch", recorded)
+    cases.compare(case, run(case, inputs, "triton", DEVICE), run(case, inputs, "ref"))
+    assert given[-1]["EARLY"] == (most == 64)
+    assert (given[-1]["tasks"] == 1).any()  # rows in doubt
+
+
 def test_sample_finds_the_cut_exactly_where_sums_leave_a_doubt():
     """The weight before the second of two equal tokens is exactly the share to keep, and a hair more and less."""
     cases = cases_of("sample")
