@@ -5,8 +5,9 @@ of exp(x). `pick` looks into the blocks with the largest bounds, two of a row wi
 approximate noise tells the best tokens but for one row in hundreds. Top-p cuts too far down to find its cut for every row,
 but the winner is the best token that it keeps, and the best of all is kept with probability top_p. For most rows the sums of
 the blocks that hold something before the best token prove that it is kept. For others `weigh`, many programs to a row, sums
-the weights before the three best, and `settle` tells whether one is kept. If none is, the search goes on among the
-tokens before them; where fp32 sums can't tell, integer sums do; where noise can't, `settle` searches with exact noise. It
+the weights before the three best, and `settle` tells whether one is kept. Where there is room for all programs at once, those of
+`weigh` have read the row and computed its weights by the time that `pick` ends. If none of the three is kept, the search goes on
+among the tokens before them; where fp32 sums can't tell, integer sums do; where noise can't, `settle` searches with exact noise. It
 also finds a top-k cut, among the few tokens above the k-th largest block, and searches below it.
 
 x is the logit after step 4 of the contract.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftwood.kernels.noise.triton_impl import gumbel, log2_of_bits, random_bits, tile_bits
+from draftwood.kernels.noise.triton_impl import gumbel, least_log2, random_bits, tile_bits
 from draftwood.kernels.sample.triton_cut import Gathered, find_cut
 from draftwood.kernels.sample.triton_nucleus import (
     TILES_OF_CHUNK,
@@ -113,7 +114,7 @@ def survey(
                 above = tl.where(top > _NEVER, top, 0.0) * -rate
                 below = tl.maximum(tl.fma(values, rate, above[None, :, None]), _LOWEST_POWER)
                 tl.store(weights + place, sums_of_blocks(tl.exp2(below)))
-            noise = log2_of_bits(tile_bits(slot.seed, slot.position, first_of_tile(slot, tile), _TILE))
+            noise = least_log2(tile_bits(slot.seed, slot.position, first_of_tile(slot, tile), _TILE))
             under = smallest_of_blocks(
                 by_block(tl.fma(x, -rate, noise))
             )  # a negated tensor takes an instruction

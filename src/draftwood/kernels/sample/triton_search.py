@@ -19,7 +19,7 @@ from draftwood.kernels.noise.triton_impl import (
     approximate_rate,
     block_bits,
     gumbel,
-    log2_of_bits,
+    least_log2,
     random_bits,
     upper_bound,
 )
@@ -87,7 +87,7 @@ def leaders(slot, tops, bounds, blocks, peak, least_gap, BLOCKS: tl.constexpr, N
         x = tl.where(scaled(slot, x) - peak >= least_gap, x, _NEVER)
     if slot.scale > 0:
         bits = block_bits(slot.seed, slot.position, quads_of_blocks(slot, group, N), N * _BLOCK)
-        x = (tl.fma(x, _LOG2_E / slot.scale, -log2_of_bits(bits)) + 32.0) * _LN_2
+        x = (32.0 - tl.fma(x, -_LOG2_E / slot.scale, least_log2(bits))) * _LN_2
     by_token, token = _indexed(x, at, N * _BLOCK), tl.zeros([N], tl.int32)
     for i in tl.static_range(N):
         best = tl.max(by_token)
