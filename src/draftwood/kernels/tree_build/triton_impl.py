@@ -145,7 +145,7 @@ def _build(
     n, chosen, next_rank, next_candidate = 1, 0, 2, 2
     n, chosen, next_rank, next_candidate, score, origin, offer, worth, sibling, later, below = _turns(
         lp, K, firsts, seconds, thirds, belows, last, tl.minimum(limit, EARLY),
-        n, chosen, next_rank, next_candidate, score, origin, offer, worth, sibling, later, below, EARLY,
+        n, chosen, next_rank, next_candidate, score, origin, offer, worth, sibling, later, below, 1, EARLY,
     )  # fmt: skip
     if BLOCK > EARLY:
         n, chosen, next_rank, next_candidate, score, origin, offer, worth, sibling, later, below = _turns(
@@ -153,7 +153,7 @@ def _build(
             _longer(score, _NEVER, EARLY, BLOCK), _longer(origin, -1, EARLY, BLOCK),
             tl.where(_slots(BLOCK) < EARLY, _longer(offer, 0, EARLY, BLOCK), (_slots(BLOCK) << _TO_SLOT).to(tl.int32)),
             _longer(worth, _NEVER, EARLY, BLOCK), _longer(sibling, _NEVER, EARLY, BLOCK),
-            _longer(later, _NEVER, EARLY, BLOCK), _longer(below, _NEVER, EARLY, BLOCK), BLOCK,
+            _longer(later, _NEVER, EARLY, BLOCK), _longer(below, _NEVER, EARLY, BLOCK), EARLY, BLOCK,
         )  # fmt: skip
     slot = _slots(BLOCK)
 
@@ -192,12 +192,14 @@ def _longer(x, other, FROM: tl.constexpr, TO: tl.constexpr):
 @triton.jit
 def _turns(
     lp, K, firsts, seconds, thirds, belows, last, limit,
-    n, chosen, next_rank, next_candidate, score, origin, offer, worth, sibling, later, below, SIZE: tl.constexpr,
+    n, chosen, next_rank, next_candidate, score, origin, offer, worth, sibling, later, below,
+    FROM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Let the tree grow to `limit` slots; all but the first line is [SIZE], or the next turn's."""
+    """Let a tree of n >= FROM slots grow to `limit`: its slots' numbers, [SIZE], and those that the next turn needs."""
     slot = _slots(SIZE)
     best = tl.min(_bits(worth))
     while (n < limit) & (best <= last):
+        tl.assume(n >= FROM)  # registers whose slots are all before it take nothing of a new one
         is_best = _bits(worth) == best
         # The next best is found beside the offer taken, not after it: unless another slot offers as much, what replaces
         # the offer is known where the offer is.
