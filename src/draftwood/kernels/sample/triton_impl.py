@@ -129,7 +129,7 @@ def compile_cases(capability: int) -> list[CompileCase]:
             (survey, {}),
             (pick, {"FILTERS": True, "BLOCKS": 512}),
             *(() if every else ((pick, {"FILTERS": False, "BLOCKS": 512}),)),
-            *((weigh, {"EARLY": early}) for early in (True, False)),
+            *((weigh, {"EARLY": early}) for early in ((True, False) if capability == 90 else (True,))),
             (settle, {"BLOCKS": 512, "CAPACITY": _CAPACITY, "PARTS": _MOST_PARTS}),
         ):
             absent = {"x_out", "winners", *(() if every else _EXTRAS)}
