@@ -78,7 +78,8 @@ def _blocks(D: int, K: int, T: int) -> dict[str, int]:
         "COLUMNS": columns,
         "ROWS": max(1, min(triton.next_power_of_2(max(1, D)), _TILE // columns)),
         "DEPTHS": triton.next_power_of_2(max(1, D)),
-        "EARLY": min(64, triton.next_power_of_2(T)),
+        "FIRST": min(32, triton.next_power_of_2(T)),
+        "SECOND": min(64, triton.next_power_of_2(T)),
         "BLOCK": triton.next_power_of_2(T),
         "WORDS": n_words(T),
     }
@@ -104,7 +105,8 @@ def _build(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTHS: tl.constexpr,
-    EARLY: tl.constexpr,  # slots of the part of the loop that knows of no others
+    FIRST: tl.constexpr,  # up to so many slots a loop of their own, and up to so many
+    SECOND: tl.constexpr,
     BLOCK: tl.constexpr,
     WORDS: tl.constexpr,
 ):
@@ -134,26 +136,28 @@ def _build(
     limit = tl.where((fault == _SOUND) & (floor <= 0.0), limit, 1)
     last = tl.where(floor > _NEVER, _bits(floor), _bits(_NEVER) - 1)
 
-    slot = _slots(EARLY)
+    slot = _slots(FIRST)
     score = tl.where(slot == 0, 0.0, _NEVER)
-    origin = tl.full([EARLY], -1, tl.int32)  # the offer that became the slot
+    origin = tl.full([FIRST], -1, tl.int32)  # the offer that became the slot
     offer = (slot << _TO_SLOT).to(tl.int32)  # slot | rank of its next child | its depth
     worth = tl.where(slot == 0, first, _NEVER)  # of the offer
     sibling = tl.where(slot == 0, second, _NEVER)  # log-prob of the rank after the one offered
-    later = tl.full([EARLY], _NEVER, tl.float32)  # and of the rank after that
+    later = tl.full([FIRST], _NEVER, tl.float32)  # and of the rank after that
     below = tl.where(slot == 0, below_first, _NEVER)  # of the first child of the child offered
     n, chosen, next_rank, next_candidate = 1, 0, 2, 2
     n, chosen, next_rank, next_candidate, score, origin, offer, worth, sibling, later, below = _turns(
-        lp, K, firsts, seconds, thirds, belows, last, tl.minimum(limit, EARLY),
-        n, chosen, next_rank, next_candidate, score, origin, offer, worth, sibling, later, below, 1, EARLY,
+        lp, K, firsts, seconds, thirds, belows, last, limit, n, chosen, next_rank, next_candidate,
+        score, origin, offer, worth, sibling, later, below, FIRST, FIRST,
     )  # fmt: skip
-    if BLOCK > EARLY:
+    if SECOND > FIRST:
         n, chosen, next_rank, next_candidate, score, origin, offer, worth, sibling, later, below = _turns(
             lp, K, firsts, seconds, thirds, belows, last, limit, n, chosen, next_rank, next_candidate,
-            _longer(score, _NEVER, EARLY, BLOCK), _longer(origin, -1, EARLY, BLOCK),
-            tl.where(_slots(BLOCK) < EARLY, _longer(offer, 0, EARLY, BLOCK), (_slots(BLOCK) << _TO_SLOT).to(tl.int32)),
-            _longer(worth, _NEVER, EARLY, BLOCK), _longer(sibling, _NEVER, EARLY, BLOCK),
-            _longer(later, _NEVER, EARLY, BLOCK), _longer(below, _NEVER, EARLY, BLOCK), EARLY, BLOCK,
+            score, origin, offer, worth, sibling, later, below, FIRST, SECOND,
+        )  # fmt: skip
+    if BLOCK > SECOND:
+        n, chosen, next_rank, next_candidate, score, origin, offer, worth, sibling, later, below = _turns(
+            lp, K, firsts, seconds, thirds, belows, last, limit, n, chosen, next_rank, next_candidate,
+            score, origin, offer, worth, sibling, later, below, SECOND, BLOCK,
         )  # fmt: skip
     slot = _slots(BLOCK)
 
@@ -191,15 +195,22 @@ def _longer(x, other, FROM: tl.constexpr, TO: tl.constexpr):
 
 @triton.jit
 def _turns(
-    lp, K, firsts, seconds, thirds, belows, last, limit,
-    n, chosen, next_rank, next_candidate, score, origin, offer, worth, sibling, later, below,
-    FROM: tl.constexpr, SIZE: tl.constexpr,
+    lp, K, firsts, seconds, thirds, belows, last, limit, n, chosen, next_rank, next_candidate,
+    score, origin, offer, worth, sibling, later, below,  # [ROOM]
+    ROOM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Let a tree of n >= FROM slots grow to `limit`: its slots' numbers, [SIZE], and those that the next turn needs."""
+    """Let a tree grow, until `limit` or SIZE slots; returns what changes, with room for SIZE slots. With more room than
+    ROOM, these are taken already."""
     slot = _slots(SIZE)
+    if SIZE > ROOM:
+        score, origin = _longer(score, _NEVER, ROOM, SIZE), _longer(origin, -1, ROOM, SIZE)
+        offer = tl.where(slot < ROOM, _longer(offer, 0, ROOM, SIZE), (slot << _TO_SLOT).to(tl.int32))
+        worth, sibling = _longer(worth, _NEVER, ROOM, SIZE), _longer(sibling, _NEVER, ROOM, SIZE)
+        later, below = _longer(later, _NEVER, ROOM, SIZE), _longer(below, _NEVER, ROOM, SIZE)
     best = tl.min(_bits(worth))
-    while (n < limit) & (best <= last):
-        tl.assume(n >= FROM)  # registers whose slots are all before it take nothing of a new one
+    while (n < tl.minimum(limit, SIZE)) & (best <= last):
+        if SIZE > ROOM:
+            tl.assume(n >= ROOM)
         is_best = _bits(worth) == best
         # The next best is found beside the offer taken, not after it: unless another slot offers as much, what replaces
         # the offer is known where the offer is.

@@ -164,12 +164,11 @@ def attend(
             key_rope = tl.load(keys + R + rope[None, :], mask=(rope < C - R)[None, :], other=0.0)
             if i >= first:
                 s = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-                s_rope = s
                 if i < full:
-                    s = tl.dot(latent, tl.trans(q_latent), input_precision="ieee")
+                    s = tl.dot(key_rope, tl.trans(q_rope), input_precision="ieee")
                 if i + 1 <= full:
-                    s_rope = tl.dot(key_rope, tl.trans(q_rope), input_precision="ieee")
-                acc, top, weight = absorb(acc, top, weight, latent, (s + s_rope) * scale_log2)
+                    s = tl.dot(latent, tl.trans(q_latent), s, input_precision="ieee")
+                acc, top, weight = absorb(acc, top, weight, latent, s * scale_log2)
 
         # The prefix's last, partly filled block and the tree.
         tree = tree_kv + b * T * C
@@ -196,17 +195,16 @@ def attend(
             rope_m = tl.load(base_m[:, None] + R + rope[None, :], mask=mask, other=0.0)
             if i >= first:
                 s = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-                s_rope = s
                 if i < last:
-                    s = tl.dot(latent_m, tl.trans(q_latent), input_precision="ieee")
+                    s = tl.dot(rope_m, tl.trans(q_rope), input_precision="ieee")
                 if i + 1 <= last:
-                    s_rope = tl.dot(rope_m, tl.trans(q_rope), input_precision="ieee")
+                    s = tl.dot(latent_m, tl.trans(q_latent), s, input_precision="ieee")
                 word = tl.load(bits + word_of + position // 64, mask=is_tree & live_row, other=-1)
                 word = word >> (position % 64)
                 low = word.to(tl.int32)
                 high = (word >> 32).to(tl.int32)
                 seen = (tl.where((key < 32)[:, None], low[None, :], high[None, :]) >> (key % 32)[:, None]) & 1
-                s = tl.where((seen != 0) & live[:, None], (s + s_rope) * scale_log2, -float("inf"))
+                s = tl.where((seen != 0) & live[:, None], s * scale_log2, -float("inf"))
                 acc, top, weight = absorb(acc, top, weight, latent_m, s)
 
         acc, log2_sum = finish(acc, top, tl.sum(weight, 0))
