@@ -100,7 +100,8 @@ def llm(tmp_path, monkeypatch, watch):
     return LLM(*folders, graphs=True, max_batch=2, page_size=16, budget=8)
 
 
-def test_a_round_asks_the_host_nothing(llm, watch):
+@pytest.mark.parametrize("early", [False, True])
+def test_a_round_asks_the_host_nothing(llm, watch, early):
     everything = {
         "temperature": 0.8,
         "top_p": 0.9,
@@ -110,6 +111,7 @@ def test_a_round_asks_the_host_nothing(llm, watch):
     }
     for params in ({}, everything):
         runner = llm._runner(llm.drafting)
+        runner._early = early  # as on a GPU
         rows = [Row([3 + i, 4], [], [2 * i, 2 * i + 1], i, SamplingParams(**params), (7,)) for i in range(2)]
         k = 2 if "logprobs" in params else None
         with torch.inference_mode():
@@ -117,9 +119,9 @@ def test_a_round_asks_the_host_nothing(llm, watch):
             held = runner._now
             runner._attach(held.ring)
             for plan in (RoundPlan(8, 3, 7), RoundPlan(4, 3, 1), RoundPlan(1, 0, 1)):
-                runner._step(held, plan, k)  # what is made once may be made now
+                runner._step(held, plan, k, 2)  # what is made once may be made now
                 with watch:
-                    runner._step(held, plan, k)
+                    runner._step(held, plan, k, 2)
             with watch:
                 runner._drafting.empty_ring(held.state.page_table)
 
