@@ -137,7 +137,7 @@ def main() -> None:
     }
 
     def store() -> None:
-        """After every measurement: a run that is cut off has what it has."""
+        """After every setting that is timed: a run that is cut off has what it has."""
         if options.out is not None:
             options.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -6,6 +6,7 @@ import pytest
 
 from draftwood.bench.catalog import Catalog, Job
 from draftwood.bench.workbench import Workbench
+from draftwood.bench.worker import Session
 from draftwood.kernels.run_case import cases_of
 
 
@@ -27,6 +28,16 @@ def test_the_least_recently_used_case_makes_room_and_is_told(jobs):
     assert bench.tell_evicted() == []
     assert len(bench.sample(b, 3)) == 3  # prepared again
     assert bench.tell_evicted() == [a.id]
+
+
+def test_a_worker_tells_what_made_room_for_a_job_that_failed(jobs):
+    session = Session({"device": "cpu", "jobs": [job.to_json() for job in jobs], "peers": [], "extra": []})
+    prepare = [{"do": "prepare", "job": job.to_json(), "gate": False} for job in jobs]
+    assert session.answer(prepare[0])["evicted"] == []
+    session.bench.room = 0
+    session.bench._timer = lambda *_: (_ for _ in ()).throw(MemoryError("no room"))
+    reply = session.answer(prepare[1])
+    assert (reply["status"], reply["evicted"]) == ("crash", [jobs[0].id])
 
 
 def test_a_case_that_fills_the_room_by_itself_is_kept_while_it_is_prepared(jobs):

@@ -98,3 +98,17 @@ def test_a_largest_tree_that_is_no_bucket_is_one():
 
 def test_plain_only():
     assert play(BucketController(flat, 1), 4, flat, EASY, 5) == [1] * 5
+
+
+def test_costs_are_measured_for_every_width_that_rounds_are_recorded_for():
+    widths, asked = [16], []
+
+    def measure(batch, slots):
+        asked.append((widths[-1], batch, slots))
+        return flat(batch, slots) * widths[-1]
+
+    controller = BucketController(measure, 8, lambda: widths[-1])
+    for width in (16, 64, 16):
+        widths.append(width)
+        controller.pick(2)
+    assert asked == [(16, 2, 1), (16, 2, 8), (64, 2, 1), (64, 2, 8)]

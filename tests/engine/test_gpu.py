@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from draftwood import LLM, SamplingParams
+from draftwood.engine import graphs as graphs_module
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,6 +56,19 @@ def test_same_tokens(llms, how):
         alone = llms[True].generate(prompt, params, **how)
         assert facts(alone) == facts(llms[False].generate(prompt, params, **how))
     llms[True].cache.check_integrity([])
+
+
+@pytest.mark.parametrize("how", [{"mode": "plain"}, {"budget": 8}], ids=str)
+def test_same_tokens_across_the_widths_of_page_tables(llms, how, monkeypatch):
+    launched = facts(llms[False].generate(PROMPTS, PARAMS, **how))
+    monkeypatch.setattr(graphs_module, "CONTEXTS", (64, 128))
+    with LLM(
+        graphs=True, device="cuda", dtype="float32", max_context=256, max_batch=5, page_size=16
+    ) as narrow:
+        assert facts(narrow.generate(PROMPTS, PARAMS, **how)) == launched
+        runner = narrow.engine(**how).runner
+        widths = {columns for held in runner._held.values() for _, _, columns in held.rounds}
+    assert {4, 8} <= widths
 
 
 def test_a_round_waits_for_nobody(llms):

@@ -134,7 +134,7 @@ def test_a_run_can_start_from_a_drafter(folders, prompts, trained, tmp_path):
     assert second < 0.9 * first
     result = train(folders, prompts, tmp_path / "b", "--init", str(trained[0]), "--intermediate-size", "16")
     assert result.exit_code == 2
-    assert "another shape" in " ".join(result.output.split())
+    assert "than these settings describe: intermediate_size" in " ".join(result.output.split())
 
 
 def test_a_run_can_start_from_some_layers_of_a_drafter(folders, prompts, trained, tmp_path):
@@ -152,11 +152,26 @@ def test_a_run_can_start_from_some_layers_of_a_drafter(folders, prompts, trained
         assert result.exit_code == 2
         assert "init_layers: expected 1 of the layers 0..1" in " ".join(result.output.split())
 
+    result = train(folders, prompts, tmp_path / "b", "--init-layers", "1")
+    assert result.exit_code == 2
+    assert "init_layers: expected `init` too" in " ".join(result.output.split())
+
 
 def test_other_settings_do_not_resume(folders, prompts, trained):
     result = train(folders, prompts, trained[0], "--lr", "0.1")
     assert result.exit_code == 2
     assert "made with other settings: lr" in result.output
+
+
+def test_a_checkpoint_of_before_a_setting_existed_resumes(folders, prompts, tmp_path):
+    assert train(folders, prompts, tmp_path, "--stop-at", "3").exit_code == 0
+    checkpoint = tmp_path / "work" / "checkpoint.pt"
+    state = torch.load(checkpoint)
+    del state["settings"]["init_layers"]
+    torch.save(state, checkpoint)
+    result = train(folders, prompts, tmp_path, "--stop-at", "4")
+    assert result.exit_code == 0, result.output
+    assert "going on from step 3" in result.output
 
 
 def test_bad_data_is_refused_or_skipped(folders, prompts, tmp_path):

@@ -234,9 +234,9 @@ class BaseSuite(ABC):
             else:
                 self._lose(job, e.status, str(e))
             return None
+        self.slot.held.difference_update(reply.pop("evicted", ()))
         status = reply.pop("status")
         if status == "done":
-            self.slot.held.difference_update(reply.pop("evicted", ()))
             return reply
         if reply.get("fatal"):
             self._lose(job, status, reply["detail"])

@@ -160,6 +160,7 @@ class Workbench:
                 gone = self.cases.pop(case)
                 held -= gone.held
                 self.evicted += gone.jobs
+                del gone  # before memory is given back
         if self.device == "cuda" and torch.cuda.mem_get_info()[0] < 2 * size:
             torch.cuda.empty_cache()
 

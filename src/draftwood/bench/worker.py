@@ -97,6 +97,9 @@ class Session:
         return {"device": device.describe(self.device)}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self._outcome(request), "evicted": self.bench.tell_evicted()}
+
+    def _outcome(self, request: Mapping[str, Any]) -> dict[str, Any]:
         try:
             return {"status": "done", **self.actions[request["do"]](request)}
         except Mismatch as e:
@@ -114,12 +117,11 @@ class Session:
         job = Job.from_json(request["job"])
         if not self.bench.has_inputs(job.case, PATIENCE_S):
             return {"pending": True}
-        info = self.bench.prepare(job, bool(request["gate"]))
-        return {**info, "evicted": self.bench.tell_evicted()}
+        return self.bench.prepare(job, bool(request["gate"]))
 
     def _sample(self, request: Mapping[str, Any]) -> dict[str, Any]:
         timings = self.bench.sample(Job.from_json(request["job"]), int(request["n"]))
-        return {"timings": timings, "evicted": self.bench.tell_evicted(), **self.clock.read()}
+        return {"timings": timings, **self.clock.read()}
 
 
 def is_device_error(e: Exception) -> bool:

@@ -19,12 +19,16 @@ MOST_ROWS = 2048
 
 
 class BucketController:
-    """Picks the slots of each round; `measure(batch, slots)` gives the seconds of a whole round, once per pair."""
+    """Picks the slots of each round; `measure(batch, slots)` gives the seconds of a whole round, once per pair and `width`, which
+    says for what width of page tables rounds are being recorded."""
 
-    def __init__(self, measure: Callable[[int, int], float], largest: int) -> None:
+    def __init__(
+        self, measure: Callable[[int, int], float], largest: int, width: Callable[[], int] = lambda: 0
+    ) -> None:
         self.slots = np.array([*(n for n in SLOTS if n < largest), largest])
-        self._measure = measure
-        self._cost: dict[int, np.ndarray] = {}  # batch -> seconds of each bucket, inf where it is too large
+        self._measure, self._width = measure, width
+        # (batch, width) -> seconds of each bucket, inf where it is too large
+        self._cost: dict[tuple[int, int], np.ndarray] = {}
         # drafted tokens per request that scores promise, decayed means
         self._reach = np.zeros(len(self.slots))
         self._known = np.zeros(len(self.slots), bool)
@@ -79,11 +83,12 @@ class BucketController:
         self.credit.spend(float(tokens - cost[i] / cost[0]))
 
     def _costs(self, batch: int) -> np.ndarray:
-        if batch not in self._cost:
+        key = (batch, self._width())
+        if key not in self._cost:
             rows = batch * self.slots
             seconds = [
                 self._measure(batch, int(n)) if n == 1 or r <= MOST_ROWS else np.inf
                 for n, r in zip(self.slots, rows, strict=True)
             ]
-            self._cost[batch] = np.array(seconds, np.float64)
-        return self._cost[batch]
+            self._cost[key] = np.array(seconds, np.float64)
+        return self._cost[key]

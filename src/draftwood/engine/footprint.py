@@ -208,7 +208,8 @@ def estimate_lines(
     batches = (engine.max_batch - 1).bit_length() + 1
     layers = target.num_hidden_layers + (0 if drafter is None else drafter.num_hidden_layers)
     longest = engine.max_context or target.max_position_embeddings
-    graphs = batches * trees * (1 + sum(context < longest for context in CONTEXTS))
+    widths = {-(-min(context, longest) // engine.page_size) for context in (*CONTEXTS, longest)}
+    graphs = batches * trees * len(widths)
     return (
         Line("runtime", RUNTIME_BYTES, "CUDA context, workspaces, NCCL: an estimate"),
         Line("CUDA graphs", graphs * layers * GRAPH_BYTES_PER_LAYER, f"{graphs} graphs: an estimate"),

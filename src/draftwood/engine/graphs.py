@@ -96,11 +96,12 @@ class Replay(Generic[Result]):
                     failure = e
                     raise
         except Exception:
-            if (
-                failure is not None
-            ):  # ending the recording of a branch that nobody joined fails too, and would hide it
+            # ending the recording of a branch that nobody joined fails too, and would hide it
+            if failure is not None:
                 raise failure from None
             raise
+        finally:
+            failure = None  # its frames hold what the step made
 
     def __call__(self) -> Result:
         if self._graph is None:
@@ -227,7 +228,7 @@ class GraphRunner(Runner):
         self._now, self._waiting = None, 0
 
     def time_round(self, batch: int, plan: RoundPlan) -> float:
-        """Seconds of a round of a batch of nobody, which has no prefix: the least of a few."""
+        """Seconds of a round of a batch of nobody, which has no prefix: the least of a few. Recorded for `columns`."""
         held = self._hold(self._padded([NOBODY] * batch))
         replay = self._round(held, plan, None)
         times = []
@@ -268,8 +269,13 @@ class GraphRunner(Runner):
                 torch.cuda.synchronize()  # a recording may be running
             del self._held[key]
 
+    @property
+    def columns(self) -> int:
+        """Of the page table, that the next round of the batch is recorded for."""
+        return table_columns(self._most_held, self.page_size, self._max_pages)
+
     def _round(self, held: Held, plan: RoundPlan, k: int | None) -> Replay[StepResult]:
-        columns = table_columns(self._most_held, self.page_size, self._max_pages)
+        columns = self.columns
         if (plan, k, columns) not in held.rounds:
             held.rounds[plan, k, columns] = self._capture(held, lambda: self._step(held, plan, k, columns))
         return held.rounds[plan, k, columns]

@@ -337,7 +337,7 @@ class LLM:
                         raise
                     return inf  # never picked
 
-            return BucketController(seconds, largest.slots)
+            return BucketController(seconds, largest.slots, lambda: rounds.columns)
         runner = self._runner(self.drafting)
         sizes = tuple(n for n in TIMED_ROWS if n <= max(2, self.config.max_budget))
         drafts = [

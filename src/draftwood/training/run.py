@@ -121,8 +121,11 @@ def _drafter(folder: Path, target: Target, s: TrainSettings, start: Path, device
     if s.init is None:
         return drafter
     other = load(resolve(s.init))
-    if _shape(other.config) != _shape(drafter.config):
-        raise ValueError(f"init: {s.init} is a drafter of another shape than these settings describe")
+    shapes = [_shape(d.config) for d in (other, drafter)]
+    if different := [key for key in shapes[0] if shapes[0][key] != shapes[1][key]]:
+        raise ValueError(
+            f"init: {s.init} is a drafter of another shape than these settings describe: {', '.join(different)}"
+        )
     theirs = other.config.num_hidden_layers
     chosen = tuple(range(theirs)) if s.init_layers is None else s.init_layers
     if len(chosen) != s.layers or max(chosen) >= theirs:
@@ -133,10 +136,10 @@ def _drafter(folder: Path, target: Target, s: TrainSettings, start: Path, device
     return load(start)
 
 
-def _shape(config: DrafterConfig) -> tuple[Any, ...]:
+def _shape(config: DrafterConfig) -> dict[str, Any]:
     """What drafters have in common that can start from one another: all but depth and block."""
-    depth = {"num_hidden_layers": 1, "layer_types": None, "max_window_layers": None}
-    return config.model_copy(update={"file": Path(), "block_size": 2, **depth}), set(config.layers)
+    own = {"file", "block_size", "num_hidden_layers", "layer_types", "max_window_layers"}
+    return {**config.model_dump(exclude=own), "layer_types": set(config.layers)}
 
 
 def _mask_token(folder: Path) -> int:
@@ -185,13 +188,14 @@ def _sequences(
 
 
 def _write(out: Path, target: str, trainer: Trainer, sequences: int) -> None:
-    """Write the published folder as it is now, the score rule, the plot and the card."""
+    """Write the published folder as it is now, the score rule, the plot and the card: beside the old ones, then in their place."""
     config = read_json(out / "work" / "start" / "config.json")
-    save_folder(out, config, published_tensors(trainer.drafter))
+    new = out / "work" / "new"
+    save_folder(new, config, published_tensors(trainer.drafter))
     rule = trainer.fit_scores()
-    (out / scores.FILE).write_text(rule.model_dump_json(indent=1) + "\n")
+    (new / scores.FILE).write_text(rule.model_dump_json(indent=1) + "\n")
     history = trainer.history
-    write_plot(out / "training.svg", history.losses, history.evaluations)
+    write_plot(new / "training.svg", history.losses, history.evaluations)
     parameters = sum(p.numel() for p in trainer.drafter.parameters())
     device = trainer.target.device
     facts = {
@@ -204,11 +208,13 @@ def _write(out: Path, target: str, trainer: Trainer, sequences: int) -> None:
         "score rule": rule.model_dump_json(),
     }
     write_card(
-        out / "README.md",
+        new / "README.md",
         target=Path(target).name,
         settings=trainer.settings.model_dump(),
         facts=facts,
         evaluations=history.evaluations,
     )
     values = {"facts": facts, "settings": trainer.settings.model_dump(), **vars(history)}
-    (out / "training.json").write_text(json.dumps(values, indent=1) + "\n")
+    (new / "training.json").write_text(json.dumps(values, indent=1) + "\n")
+    for file in new.iterdir():
+        file.replace(out / file.name)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 Labels = Literal["hard", "soft"]
 """hard: the sampled tokens, as published; soft: the target's distribution where it sampled them."""
@@ -61,3 +61,9 @@ class TrainSettings(BaseModel):
     eval_every: PositiveInt = 500
     compile: bool = False
     """torch.compile the drafter's layers and the loss; pays on a GPU."""
+
+    @model_validator(mode="after")
+    def _layers_are_of_something(self) -> Self:
+        if self.init_layers is not None and self.init is None:
+            raise ValueError("init_layers: expected `init` too, the drafter whose layers these are")
+        return self

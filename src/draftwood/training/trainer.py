@@ -213,9 +213,11 @@ class Trainer:
 
     def _restore(self) -> None:
         state = torch.load(self.checkpoint, map_location=self.target.device)
-        if state["settings"] != self.settings.model_dump():
-            ours = self.settings.model_dump()
-            changed = [k for k in ours if state["settings"].get(k) != ours[k]]
+        ours = self.settings.model_dump()
+        theirs = TrainSettings(
+            **state["settings"]
+        ).model_dump()  # what is newer than the checkpoint had its default
+        if changed := [k for k in ours if theirs[k] != ours[k]]:
             raise ValueError(f"{self.checkpoint}: made with other settings: {', '.join(changed)}")
         self.drafter.load_state_dict(state["drafter"])
         self.optimiser.load_state_dict(state["optimiser"])
