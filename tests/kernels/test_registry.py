@@ -52,21 +52,30 @@ def test_attention_by_shape_where_both_of_its_kernels_can_be_had(monkeypatch):
     assert choose("verify_attn", "cuda", "cuda", use=KIMI).impl == "cuda"
 
 
-def test_bindings_without_their_compiler_are_not_enough(monkeypatch):
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [(RuntimeError("libnvrtc.so not found"), "libnvrtc.so not found"), ((7, 0, 0), "7"), ((0, 13, 0), None)],
+)
+def test_bindings_without_their_compiler_are_not_enough(monkeypatch, version, reason):
     pytest.importorskip("triton")
 
     class Compiler:
         def nvrtcVersion(self):  # noqa: N802 - NVIDIA's name
-            raise RuntimeError("libnvrtc.so not found")
+            if isinstance(version, Exception):
+                raise version
+            return version
 
     monkeypatch.setattr(specialised, "_version", {"triton": "3.6", "cuda-bindings": "13.0"}.get)
     monkeypatch.setattr(specialised, "_missing_compiler", specialised._missing_compiler.__wrapped__)
     for name in ("cuda", "cuda.bindings"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["cuda.bindings"].nvrtc = Compiler()
-    choice = choose("verify_attn", "cuda", use=KIMI)
-    assert choice.impl == "gluon"
-    assert "and cuda needs NVRTC: libnvrtc.so not found" in choice.reason
+    refused = refusal("verify_attn", "cuda", KIMI)
+    assert refused == (None if reason is None else f"needs NVRTC: {reason}")
+    if reason is not None:
+        choice = choose("verify_attn", "cuda", use=KIMI)
+        assert choice.impl == "gluon"
+        assert f"and cuda needs NVRTC: {reason}" in choice.reason
 
 
 @pytest.mark.parametrize(

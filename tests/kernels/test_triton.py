@@ -58,6 +58,8 @@ def test_noise_and_its_stand_ins():
         np.testing.assert_array_equal(noise, noise_ref.gumbel_of_bits(want))
         assert np.abs(-np.log(rate.astype(np.float64)) - noise).max() < RATE_ERROR.value
         assert (bound > noise - RATE_ERROR.value).all()
+        v = want / 2.0**32
+        assert (bound - noise < 0.35 * v**2 + RATE_ERROR.value)[v < 0.5].all()  # few tokens are in doubt
 
 
 @triton.jit
@@ -225,6 +227,12 @@ def test_sample_weighs_the_tokens_before_the_best_chunk_by_chunk(most, monkeypat
     cases.compare(case, run(case, inputs, "triton", DEVICE), run(case, inputs, "ref"))
     assert given[-1]["EARLY"] == (most == 64)
     assert (given[-1]["tasks"] == 1).any()  # rows in doubt
+    inputs["logits"] -= 200.0
+    inputs["logits"][:, 0, chunk : 2 * chunk] = -np.inf  # nothing to add, however small weights are beside 1
+    cases.compare(case, run(case, inputs, "triton", DEVICE), run(case, inputs, "ref"))
+    weighed = given[-1]["before"].view(4, -1)[(given[-1]["tasks"] == 1).view(-1)]
+    assert len(weighed)
+    assert weighed.isfinite().all()
 
 
 def test_sample_finds_the_cut_exactly_where_sums_leave_a_doubt():

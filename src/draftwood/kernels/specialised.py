@@ -83,10 +83,10 @@ def _missing_compiler() -> str | None:
     try:
         from cuda.bindings import nvrtc
 
-        nvrtc.nvrtcVersion()
+        error, *_ = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as e:  # the bindings are there without their library
         return f"needs NVRTC: {e}"
-    return None
+    return f"needs NVRTC: {error!r}" if error else None
 
 
 @cache

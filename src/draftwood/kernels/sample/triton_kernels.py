@@ -3,8 +3,8 @@
 `survey` reads every logit once and leaves, per block of 512 tokens, the largest x, an upper bound of x + noise, and the sum
 of exp(x). `pick` looks into the blocks with the largest bounds, two of a row without a filter and four of others;
 approximate noise tells the best tokens but for one row in hundreds. Top-p cuts too far down to find its cut for every row,
-but the winner is the best token that it keeps, and the best of all is kept with probability top_p. For most rows the sums of
-the blocks that hold something before the best token prove that it is kept. For others `weigh`, many programs to a row, sums
+but the winner is the best token that it keeps, and the best of all is kept with probability top_p. Often the sums of
+the blocks that hold something before the best token prove that it is kept. Else `weigh`, many programs to a row, sums
 the weights before the three best, and `settle` tells whether one is kept. Where there is room for all programs at once, those of
 `weigh` have read the row and computed its weights by the time that `pick` ends. If none of the three is kept, the search goes on
 among the tokens before them; where fp32 sums can't tell, integer sums do; where noise can't, `settle` searches with exact noise. It

@@ -21,7 +21,7 @@ _CHUNK = tl.constexpr(TILES_OF_CHUNK * TILE)
 _BLOCK = tl.constexpr(BLOCK)
 _HELD = tl.constexpr(HELD)
 _ERROR = tl.constexpr(2.0**-14)
-_ROUNDING = tl.constexpr(2.0**-22)
+_ROUNDING = tl.constexpr(2.0**-21)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _NEVER = tl.constexpr(float("-inf"))
 _NO_KEY = tl.constexpr(-(2**63))
@@ -63,7 +63,8 @@ def weights_before(slot, weight, top, held_y, peak):
     second = _surely_and_maybe(slot, w0, w1, w2, w3, tl.load(held_y + 1), top)
     third = _surely_and_maybe(slot, w0, w1, w2, w3, tl.load(held_y + 2), top)
     sums = tl.join(tl.join(first, third), tl.join(second, tl.zeros_like(second)))
-    return tl.sum(tl.reshape(sums, [_CHUNK // 32, 2 * _HELD]), 0) * tl.exp2((top - peak) * _LOG2_E)
+    more = tl.minimum(top - peak, 0.0)  # above 0 only where the chunk has no candidate, and so no weight
+    return tl.sum(tl.reshape(sums, [_CHUNK // 32, 2 * _HELD]), 0) * tl.exp2(more * _LOG2_E)
 
 
 @triton.jit
@@ -127,7 +128,8 @@ def _error(all_weight, peak):
 @triton.jit
 def verdict(held, surely, maybe, own, all_weight, p, peak):
     """The best key that is surely kept or no key, and whether a better one is in doubt. own: the candidates' weights."""
-    first = maybe < 1.5 * own  # of all, as one before it has as much weight: kept whatever the target
+    # The first of all is kept whatever the target. `maybe` counts the token itself, and any before it has as much weight or more.
+    first = maybe < 1.5 * own
     kept = first | surely_kept(maybe, own, all_weight, p, peak)
     lost = surely > p * all_weight + _error(all_weight, peak)
     best = tl.max(tl.where(kept, held, _NO_KEY))

@@ -72,6 +72,8 @@ class Attention:
         q, tree_kv = q.contiguous(), tree_kv.contiguous()
         o = torch.empty((B, T, H, VALUE_DIM), dtype=q.dtype, device=q.device)
         lse = torch.empty((B, T, H), dtype=torch.float32, device=q.device)
+        if not lse.numel():
+            return o, lse
         with context_of(q.device):
             tile = tile_of(B, T * H, keys_of(page_table, self.page, T), q.device.index)
             chunks = 3 if self.page == 64 else 1  # boxes of fewer rows would lie apart
