@@ -20,12 +20,7 @@
 
 constexpr int HALF = ROWS / 2;
 constexpr int J = ROWS / 16;          // groups of 8 rows in a half
-constexpr int CHUNK = 64 * 128;       // 64 keys of 64 columns, swizzled by 128 bytes
-constexpr int BLOCK = 9 * CHUNK;      // 64 keys
 constexpr int PITCH = 1024 + 16;      // a row of a partial result, padded against bank conflicts
-constexpr int SHARE = (ROWS + CLUSTER - 1) / CLUSTER;  // rows that a rank merges
-constexpr int QUADS = (CLUSTER + 3) / 4;
-constexpr int LANES = CLUSTER > 8 ? 16 : CLUSTER > 4 ? 8 : CLUSTER > 2 ? 4 : CLUSTER;  // CLUSTER as a power of two, rounded up
 constexpr int Q = 0;                  // offsets into shared memory
 constexpr int GIFTS = SHARE * CLUSTER * PITCH;  // partial results, where the queries were
 constexpr int K = ((GIFTS > ROWS * 1152 ? GIFTS : ROWS * 1152) + 1023) / 1024 * 1024;
@@ -60,11 +55,16 @@ INLINE void multiply(float (&d)[HALF], u64 a, u64 b, int add) {
 #endif
 }
 
+INLINE void store_transposed(u32 address, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+        ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+INLINE void store_transposed(u32 address, u32 a, u32 b) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+        ::"r"(address), "r"(a), "r"(b) : "memory");
+}
+
 enum { FIRST, SECOND, ALONE };  // of two blocks; or a single one, which is the last
-template <int N>
-struct Number {
-    static constexpr int value = N;
-};
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(288, 1) attend(
     const __grid_constant__ TensorMap q_map,     // [9, B T H, 64]: columns in chunks; boxes of all chunks of ROWS rows
@@ -81,32 +81,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(288
     const int own_rows = clamp(ROWS - rank * SHARE, 0, SHARE);
 
     if (warp == 8) {  // the loader
-        u32 elected;
-        asm volatile("{.reg .pred p; elect.sync _|p, ~0; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
-        if (lane < (SHARED - FULL) / 8) {
-            const int address = FULL + 8 * lane;
-            mbarrier_init(shared + address, address == FREE || address == FREE + 8 ? 2 : 1);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        fence_async();
-        __syncwarp();
+        const u32 elected = elect();
+        init_barriers<FULL, FREE, SHARED>(shared, lane);
         cluster_arrive();
-        constexpr int PAGES = 64 / PAGE;  // to a block
-        // Which of this rank's pages a lane looks up, 32 at a time.
-        const int mine = (rank + CLUSTER * (lane / PAGES)) * PAGES + lane % PAGES;
+        const int mine = page_of_lane(rank, lane);
         const int* table = page_table + (long long)b * M;
-        if (elected) {
-            asm volatile("prefetch.tensormap [%0];" ::"l"(&q_map) : "memory");
-            asm volatile("prefetch.tensormap [%0];" ::"l"(&kv_map) : "memory");
-            asm volatile("prefetch.tensormap [%0];" ::"l"(&tree_map) : "memory");
-            asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];"
-                ::"l"(&q_map), "r"(0), "r"(b * T * H + first_row), "r"(0) : "memory");
-        }
+        if (elected) prefetch_inputs(q_map, kv_map, tree_map, b * T * H + first_row);
         if (mine < M) asm volatile("prefetch.global.L2 [%0];" ::"l"(table + mine) : "memory");  // to be read after the wait only
         asm volatile("griddepcontrol.wait;" ::: "memory");
-        int looked_up = mine < M ? table[mine] : 0;
-        // shuffled, so that the compiler sees a warp's lanes agree
-        const int prefix = __shfl_sync(~0u, clamp(prefix_len[b], 0, M * PAGE), 0), n = __shfl_sync(~0u, clamp(n_slots[b], 0, T), 0);
+        int looked_up = look_up(table, mine, M);
+        const int prefix = uniform(clamp(prefix_len[b], 0, M * PAGE)), n = uniform(clamp(n_slots[b], 0, T));
         const int prefix_blocks = (prefix + 63) / 64;
         const int blocks = first_row < n * H ? prefix_blocks + (n + 63) / 64 : 0;
         const int parts = min(CLUSTER, blocks);
@@ -120,10 +104,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(288
         for (int i = rank; i < blocks; i += CLUSTER, count++) {
             const int buffer = count & 1, turn = count * PAGES & 31;
             if (count > 1) {
-                if (turn == 0) {
-                    const int at = (i + CLUSTER * (lane / PAGES)) * PAGES + lane % PAGES;
-                    looked_up = at < M ? table[at] : 0;
-                }
+                if (turn == 0) looked_up = look_up(table, page_of_lane(i, lane), M);
                 mbarrier_wait(shared + FREE + 8 * buffer, (count / 2 - 1) & 1);
             }
             const u32 to = shared + K + buffer * BLOCK, full = shared + FULL + 24 * buffer;
@@ -167,8 +148,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(288
 
     cluster_arrive();
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    // products that the compiler thinks some lanes may skip would be serialised
-    const int prefix = __shfl_sync(~0u, clamp(prefix_len[b], 0, M * PAGE), 0), n = __shfl_sync(~0u, clamp(n_slots[b], 0, T), 0);
+    const int prefix = uniform(clamp(prefix_len[b], 0, M * PAGE)), n = uniform(clamp(n_slots[b], 0, T));
     const int prefix_blocks = (prefix + 63) / 64;
     const int blocks = first_row < n * H ? prefix_blocks + (n + 63) / 64 : 0;
     const int parts = min(CLUSTER, blocks);
@@ -344,13 +324,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(288
         if (last && threadIdx.x < ROWS) {
             const float4 x = load4(shared + SUMS + threadIdx.x * 16);
             const float2 maximum = load2(shared + SEEN + threadIdx.x * 8);
-            const int owner = threadIdx.x / SHARE;
-            const u32 to = shared + TOLD + (threadIdx.x % SHARE * CLUSTER + rank) * 8;
-            const float total = (x.x + x.y) + (x.z + x.w);
-            if (owner == rank)
-                asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(maximum.x), "f"(total) : "memory");
-            else
-                tell(at_rank(to, owner), maximum.x, total, at_rank(shared + KNOWN, owner));
+            tell_owner<TOLD, KNOWN>(shared, rank, maximum.x, (x.x + x.y) + (x.z + x.w));
         }
         if (buffer == 1) {
 #pragma unroll
@@ -401,21 +375,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(288
     // Each rank's weight in each of this rank's rows, while the results are on their way.
     if (warp < (SHARE * LANES + 31) / 32) {
         const int part = threadIdx.x % LANES, own_row = threadIdx.x / LANES, row = first_row + rank * SHARE + own_row;
-        mbarrier_wait(shared + KNOWN, 0);
-        float2 told = {-INF, 0};
-        if (part < parts && own_row < own_rows) told = load2(shared + TOLD + (own_row * CLUSTER + part) * 8);
-        float best = told.x;
-#pragma unroll
-        for (int step = 1; step < LANES; step *= 2) best = fmaxf(best, __shfl_xor_sync(~0u, best, step));
-        const float weight = best == -INF ? 0 : exp2_fast(told.x - best);
-        float total = weight * told.y;
-#pragma unroll
-        for (int step = 1; step < LANES; step *= 2) total += __shfl_xor_sync(~0u, total, step);
-        if (part < CLUSTER && own_row < own_rows) {
-            store1(shared + SCALE + (own_row * QUADS * 4 + part) * 4, best == -INF ? 0 : __fdividef(weight, total));
+        auto write_lse = [&](float best, float total) {
             if (part == 0 && row < T * H)
                 lse[(long long)b * T * H + row] = row < n * H && best != -INF ? (best + __log2f(total)) * 0.6931471805599453f : -INF;
-        }
+        };
+        weigh_ranks<KNOWN, TOLD, SCALE, true>(shared, -INF, part, parts, own_row, own_rows, write_lse);
     }
     mbarrier_wait(shared + SENT, 0);
     meet();
@@ -428,46 +392,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(288
         float y[STEP];
 #pragma unroll
         for (int e = 0; e < STEP; e++) y[e] = 0;
-        const u32 given = shared + Q + own_row * PITCH + column * 2, own = result + (rank * SHARE + own_row) * PITCH + column * 2;
-        auto add = [&](int part, float w) {
-            const u32 at = part == rank ? own : given + part * (SHARE * PITCH);
-            u32 v[4];
-            if (STEP == 8)
-                asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(at) : "memory");
-            else if (STEP == 4)
-                asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(at) : "memory");
-            else
-                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[0]) : "r"(at) : "memory");
-#pragma unroll
-            for (int e = 0; e < STEP / 2; e++) {
-                y[2 * e] += w * __uint_as_float(v[e] << 16);
-                y[2 * e + 1] += w * __uint_as_float(v[e] & 0xFFFF0000);
-            }
-        };
-        const u32 scales = shared + SCALE + own_row * QUADS * 16;
-        if (row < n * H && parts == CLUSTER) {
-#pragma unroll
-            for (int quad = 0; quad < QUADS; quad++) {
-                const float4 f = load4(scales + quad * 16);
-                const float w[4] = {f.x, f.y, f.z, f.w};
-#pragma unroll
-                for (int e = 0; e < 4; e++)
-                    if (4 * quad + e < CLUSTER) add(4 * quad + e, w[e]);
-            }
-        } else if (row < n * H) {
-#pragma unroll 1
-            for (int part = 0; part < parts; part++) add(part, load1(scales + part * 4));
-        }
-        u32* out = o + ((long long)b * T * H + row) * 256 + column / 2;
-        u32 z[4];
-#pragma unroll
-        for (int e = 0; e < STEP / 2; e++) z[e] = pack(y[2 * e], y[2 * e + 1]);
-        if (STEP == 8)
-            *reinterpret_cast<uint4*>(out) = {z[0], z[1], z[2], z[3]};
-        else if (STEP == 4)
-            *reinterpret_cast<uint2*>(out) = {z[0], z[1]};
-        else
-            *out = z[0];
+        const u32 gifts = shared + Q + own_row * PITCH + column * 2, own = result + (rank * SHARE + own_row) * PITCH + column * 2;
+        auto add = [&](int part, float w) { add_columns(y, part == rank ? own : gifts + part * (SHARE * PITCH), w); };
+        add_ranks(shared + SCALE + own_row * QUADS * 16, row < n * H, parts, add);
+        store_columns(o + ((long long)b * T * H + row) * 256 + column / 2, y);
     }
     __syncwarp();
     cluster_wait();

@@ -13,19 +13,14 @@
 //
 // At the end a rank has a partial result in bfloat16, by quarters of the columns: 64 of each warpgroup. It tells each rank the references
 // and sums of the rows that that one merges, copies those rows, quarter by quarter, to where its queries were, and merges the rows that it
-// is given itself as they come. Cluster barriers: "I have begun", "nothing reads my queries", "I have what I was sent"; each is arrived
-// at long before it is waited for.
+// is given itself as they come. Cluster barriers: "I have begun", "nothing reads my queries", "I have what I was sent". The
+// warpgroups of a rank with blocks arrive at each long before they wait for it.
 
 constexpr int HALF = 32;              // scores of a thread, and its share of 64 value columns
-constexpr int CHUNK = 64 * 128;       // 64 keys of 64 columns, swizzled by 128 bytes
-constexpr int BLOCK = 9 * CHUNK;      // 64 keys
 constexpr int PITCH = 256 + 16;       // 64 columns from each warpgroup of a row of a partial result, padded against bank conflicts
-constexpr int SHARE = (ROWS + CLUSTER - 1) / CLUSTER;  // rows that a rank merges
-constexpr int QUADS = (CLUSTER + 3) / 4;
-constexpr int LANES = CLUSTER > 8 ? 16 : CLUSTER > 4 ? 8 : CLUSTER > 2 ? 4 : CLUSTER;  // CLUSTER as a power of two, rounded up
 constexpr int Q = 0;                  // offsets into shared memory
-constexpr int GIVEN = SHARE * CLUSTER * PITCH;  // a quarter of the columns of the partial results, where the queries were
-constexpr int K = ((4 * GIVEN > ROWS * 1152 ? 4 * GIVEN : ROWS * 1152) + 1023) / 1024 * 1024;
+constexpr int GIFTS = SHARE * CLUSTER * PITCH;  // a quarter of the columns of the partial results, where the queries were
+constexpr int K = ((4 * GIFTS > ROWS * 1152 ? 4 * GIFTS : ROWS * 1152) + 1023) / 1024 * 1024;
 constexpr int TOP = K + 2 * BLOCK;         // [row] reference
 constexpr int SEEN = TOP + ROWS * 4;       // [warpgroup][row] ancestor bits of a block of the tree
 constexpr int SUMS = SEEN + ROWS * 16;     // [row][warpgroup]
@@ -89,11 +84,6 @@ INLINE void across(float (&x)[2], int lane, F f) {
     x[0] = f(x[0], __shfl_xor_sync(~0u, x[0], 1));
 }
 
-template <int N>
-struct Number {
-    static constexpr int value = N;
-};
-
 // Which of a thread's two rows the x-th number of a product is of.
 INLINE constexpr int row_index(int x) { return x / 2 % 2; }
 
@@ -114,32 +104,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
     if (warp >= 8) {  // the loader; registers are moved by warpgroups
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (warp > 8) return;
-        u32 elected;
-        asm volatile("{.reg .pred p; elect.sync _|p, ~0; selp.u32 %0, 1, 0, p;}" : "=r"(elected));
-        if (lane < (RAISED - FULL) / 8) {
-            const int address = FULL + 8 * lane;
-            mbarrier_init(shared + address, address == FREE || address == FREE + 8 ? 2 : 1);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        fence_async();
-        __syncwarp();
+        const u32 elected = elect();
+        init_barriers<FULL, FREE, RAISED>(shared, lane);
         cluster_arrive();
-        constexpr int PAGES = 64 / PAGE;  // to a block
-        // Which of this rank's pages a lane looks up, 32 at a time.
-        const int mine = (rank + CLUSTER * (lane / PAGES)) * PAGES + lane % PAGES;
+        const int mine = page_of_lane(rank, lane);
         const int* table = page_table + (long long)b * M;
-        if (elected) {
-            asm volatile("prefetch.tensormap [%0];" ::"l"(&q_map) : "memory");
-            asm volatile("prefetch.tensormap [%0];" ::"l"(&kv_map) : "memory");
-            asm volatile("prefetch.tensormap [%0];" ::"l"(&tree_map) : "memory");
-            asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];"
-                ::"l"(&q_map), "r"(0), "r"(b * T * H + first_row), "r"(0) : "memory");
-        }
+        if (elected) prefetch_inputs(q_map, kv_map, tree_map, b * T * H + first_row);
         if (mine < M) asm volatile("prefetch.global.L2 [%0];" ::"l"(table + mine) : "memory");  // to be read after the wait only
         asm volatile("griddepcontrol.wait;" ::: "memory");
-        int looked_up = mine < M ? table[mine] : 0;
-        // shuffled, so that the compiler sees a warp's lanes agree
-        const int prefix = __shfl_sync(~0u, clamp(prefix_len[b], 0, M * PAGE), 0), n = __shfl_sync(~0u, clamp(n_slots[b], 0, T), 0);
+        int looked_up = look_up(table, mine, M);
+        const int prefix = uniform(clamp(prefix_len[b], 0, M * PAGE)), n = uniform(clamp(n_slots[b], 0, T));
         const int prefix_blocks = (prefix + 63) / 64;
         const int blocks = first_row < n * H ? prefix_blocks + (n + 63) / 64 : 0;
         const int parts = min(CLUSTER, blocks);
@@ -153,10 +127,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
         for (int i = rank; i < blocks; i += CLUSTER, count++) {
             const int buffer = count & 1, turn = count * PAGES & 31;
             if (count > 1) {
-                if (turn == 0) {
-                    const int at = (i + CLUSTER * (lane / PAGES)) * PAGES + lane % PAGES;
-                    looked_up = at < M ? table[at] : 0;
-                }
+                if (turn == 0) looked_up = look_up(table, page_of_lane(i, lane), M);
                 mbarrier_wait(shared + FREE + 8 * buffer, (count / 2 - 1) & 1);
             }
             const u32 to = shared + K + buffer * BLOCK, full = shared + FULL + 24 * buffer;
@@ -207,8 +178,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     cluster_arrive();
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    // products that the compiler thinks some lanes may skip would be serialised
-    const int prefix = __shfl_sync(~0u, clamp(prefix_len[b], 0, M * PAGE), 0), n = __shfl_sync(~0u, clamp(n_slots[b], 0, T), 0);
+    const int prefix = uniform(clamp(prefix_len[b], 0, M * PAGE)), n = uniform(clamp(n_slots[b], 0, T));
     const int prefix_blocks = (prefix + 63) / 64;
     const int blocks = first_row < n * H ? prefix_blocks + (n + 63) / 64 : 0;
     const int parts = min(CLUSTER, blocks);
@@ -387,14 +357,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
         auto tell_sums = [&]() {
             if (threadIdx.x < ROWS) {
                 const float2 sums = load2(shared + SUMS + threadIdx.x * 8);
-                const float total = sums.x + sums.y;
-                const float best = load1(shared + TOP + threadIdx.x * 4) - MAGIC;
-                const int owner = threadIdx.x / SHARE;
-                const u32 to = shared + TOLD + (threadIdx.x % SHARE * CLUSTER + rank) * 8;
-                if (owner == rank)
-                    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(best), "f"(total) : "memory");
-                else
-                    tell(at_rank(to, owner), best, total, at_rank(shared + KNOWN, owner));
+                tell_owner<TOLD, KNOWN>(shared, rank, load1(shared + TOP + threadIdx.x * 4) - MAGIC, sums.x + sums.y);
             }
             __syncwarp();
             cluster_wait();
@@ -414,7 +377,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
                 for (int other = warp; other < CLUSTER; other += 8) {
                     const int rows = clamp(ROWS - other * SHARE, 0, SHARE);
                     if (other != rank && rows > 0)
-                        send(at_rank(shared + Q + t * GIVEN + rank * SHARE * PITCH, other),
+                        send(at_rank(shared + Q + t * GIFTS + rank * SHARE * PITCH, other),
                              part_at + (t * ROWS + other * SHARE) * PITCH, rows * PITCH, at_rank(shared + SENT + 8 * t, other));
                 }
             __syncwarp();
@@ -442,21 +405,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
     // Each rank's weight in each of this rank's rows, while the results are on their way.
     if (warp < (SHARE * LANES + 31) / 32) {
         const int part = threadIdx.x % LANES, own_row = threadIdx.x / LANES, row = first_row + rank * SHARE + own_row;
-        mbarrier_wait(shared + KNOWN, 0);
-        float2 told = {LEAST, 0};
-        if (part < parts && own_row < own_rows) told = load2(shared + TOLD + (own_row * CLUSTER + part) * 8);
-        float best = told.x;
-#pragma unroll
-        for (int step = 1; step < LANES; step *= 2) best = fmaxf(best, __shfl_xor_sync(~0u, best, step));
-        const float weight = exp2_fast(told.x - best);
-        float total = weight * told.y;
-#pragma unroll
-        for (int step = 1; step < LANES; step *= 2) total += __shfl_xor_sync(~0u, total, step);
-        if (part < CLUSTER && own_row < own_rows) {
-            store1(shared + SCALE + (own_row * QUADS * 4 + part) * 4, total == 0 ? 0 : __fdividef(weight, total));
+        auto write_lse = [&](float best, float total) {
             if (part == 0 && row < T * H)
                 lse[(long long)b * T * H + row] = row < n * H && total != 0 ? (best + __log2f(total)) * 0.6931471805599453f : -INF;
-        }
+        };
+        weigh_ranks<KNOWN, TOLD, SCALE, false>(shared, LEAST, part, parts, own_row, own_rows, write_lse);
     }
     meet();
 
@@ -474,47 +427,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
             float y[STEP];
 #pragma unroll
             for (int e = 0; e < STEP; e++) y[e] = 0;
-            const u32 given = shared + Q + t * GIVEN + own_row * PITCH + column * 2;
+            const u32 gifts = shared + Q + t * GIFTS + own_row * PITCH + column * 2;
             const u32 own = part_at + (t * ROWS + rank * SHARE + own_row) * PITCH + column * 2;
-            auto add = [&](int part, float w) {
-                const u32 from = part == rank ? own : given + part * (SHARE * PITCH);
-                u32 v[4];
-                if (STEP == 8)
-                    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(from) : "memory");
-                else if (STEP == 4)
-                    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(from) : "memory");
-                else
-                    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v[0]) : "r"(from) : "memory");
-#pragma unroll
-                for (int e = 0; e < STEP / 2; e++) {
-                    y[2 * e] += w * __uint_as_float(v[e] << 16);
-                    y[2 * e + 1] += w * __uint_as_float(v[e] & 0xFFFF0000);
-                }
-            };
-            const u32 scales = shared + SCALE + own_row * QUADS * 16;
-            if (row < n * H && parts == CLUSTER) {
-#pragma unroll
-                for (int quad = 0; quad < QUADS; quad++) {
-                    const float4 f = load4(scales + quad * 16);
-                    const float w[4] = {f.x, f.y, f.z, f.w};
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        if (4 * quad + e < CLUSTER) add(4 * quad + e, w[e]);
-                }
-            } else if (row < n * H) {
-#pragma unroll 1
-                for (int part = 0; part < parts; part++) add(part, load1(scales + part * 4));
-            }
-            u32* out = o + ((long long)b * T * H + row) * 256 + column / 64 * 128 + 32 * t + column % 64 / 2;
-            u32 z[4];
-#pragma unroll
-            for (int e = 0; e < STEP / 2; e++) z[e] = pack(y[2 * e], y[2 * e + 1]);
-            if (STEP == 8)
-                *reinterpret_cast<uint4*>(out) = {z[0], z[1], z[2], z[3]};
-            else if (STEP == 4)
-                *reinterpret_cast<uint2*>(out) = {z[0], z[1]};
-            else
-                *out = z[0];
+            auto add = [&](int part, float w) { add_columns(y, part == rank ? own : gifts + part * (SHARE * PITCH), w); };
+            add_ranks(shared + SCALE + own_row * QUADS * 16, row < n * H, parts, add);
+            store_columns(o + ((long long)b * T * H + row) * 256 + column / 64 * 128 + 32 * t + column % 64 / 2, y);
         }
     }
     __syncwarp();
