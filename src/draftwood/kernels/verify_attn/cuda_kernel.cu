@@ -16,7 +16,7 @@
 //
 // At the end a rank has a partial result in bfloat16, [row][column]. It tells each rank the maxima and sums of the rows that that one
 // merges, copies those rows to where its queries were, and merges the rows that it is given itself. Cluster barriers: "I have begun",
-// "nothing reads my queries", "I have what I was sent". Nobody waits at one right after arriving there.
+// "nothing reads my queries", "I have what I was sent". The warpgroups of a rank with blocks never wait at one right after arriving there.
 
 constexpr int HALF = ROWS / 2;
 constexpr int J = ROWS / 16;          // groups of 8 rows in a half
