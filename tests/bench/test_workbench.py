@@ -33,7 +33,7 @@ def test_the_least_recently_used_case_makes_room_and_is_told(jobs):
 def test_a_worker_tells_what_made_room_for_a_job_that_failed(jobs):
     session = Session({"device": "cpu", "jobs": [job.to_json() for job in jobs], "peers": [], "extra": []})
     prepare = [{"do": "prepare", "job": job.to_json(), "gate": False} for job in jobs]
-    assert session.answer(prepare[0])["evicted"] == []
+    assert "evicted" not in session.answer(prepare[0])
     session.bench.room = 0
     session.bench._timer = lambda *_: (_ for _ in ()).throw(MemoryError("no room"))
     reply = session.answer(prepare[1])

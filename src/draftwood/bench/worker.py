@@ -97,7 +97,8 @@ class Session:
         return {"device": device.describe(self.device)}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        return {**self._outcome(request), "evicted": self.bench.tell_evicted()}
+        outcome, evicted = self._outcome(request), self.bench.tell_evicted()
+        return {**outcome, "evicted": evicted} if evicted else outcome
 
     def _outcome(self, request: Mapping[str, Any]) -> dict[str, Any]:
         try:
