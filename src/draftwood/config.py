@@ -16,6 +16,12 @@ CONTEXTS = (1024, 4096)
 """Tokens per request that a replayed round may be recorded for, besides `max_context`: kernels of attention go by the most keys
 there can be, and for up to so many there are faster ones."""
 
+
+def table_widths(page_size: int, max_pages: int) -> list[int]:
+    """Columns of the page table that rounds are recorded for, narrowest first; the last is `max_pages`, what the longest request has."""
+    return sorted({max_pages, *(min(-(-context // page_size), max_pages) for context in CONTEXTS)})
+
+
 Budget = Annotated[int, Field(strict=True, ge=1, le=MAX_SLOTS)] | Literal["auto"]
 """Slots per tree, root included, or "auto": what pays, by measured cost and observed acceptance."""
 

@@ -17,17 +17,10 @@ from draftwood.engine.request import Request
 from draftwood.engine.row import Row
 from draftwood.engine.runner import Runner
 from draftwood.engine.sampling_params import MAX_SEED, sample_seed
-from support.tiny import write_drafter, write_target
 
 PAGE = 4
 STEM = [7, 3, 9, 11, 4, 4, 21, 30, 2, 5]
 LONG = SamplingParams(max_new_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("pair")
-    return write_target(root / "target", 7), write_drafter(root / "drafter")
 
 
 @pytest.fixture

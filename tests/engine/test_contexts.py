@@ -6,18 +6,10 @@ import random
 
 import pytest
 
-from draftwood import LLM, SamplingParams
-from draftwood.engine import graphs
+from draftwood import LLM, SamplingParams, config
 from draftwood.engine.graphs import GraphRunner, table_columns
-from support.tiny import write_drafter, write_target
 
 PAGE, PAGES = 16, 5  # of the longest request
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("pair")
-    return write_target(root / "target", 7), write_drafter(root / "drafter")
 
 
 @pytest.fixture
@@ -41,7 +33,7 @@ def widths(monkeypatch):
 
 
 def make(folders, monkeypatch, contexts, **settings) -> LLM:
-    monkeypatch.setattr(graphs, "CONTEXTS", contexts)
+    monkeypatch.setattr(config, "CONTEXTS", contexts)
     return LLM(*folders, graphs=True, page_size=PAGE, max_context=PAGE * PAGES, **settings)
 
 

@@ -19,12 +19,6 @@ from support.tiny import TARGET, write_drafter, write_target
 PROMPTS = [[3, 4, 5], [6], list(range(1, 38)), [8, 9], [10, 11, 12, 13], [14, 15]]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("pair")
-    return write_target(root / "target", 7), write_drafter(root / "drafter")
-
-
 @pytest.fixture
 def llm(folders) -> LLM:
     return LLM(*folders, dtype="float64", max_batch=4, page_size=16, budget=8)

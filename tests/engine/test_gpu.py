@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftwood import LLM, SamplingParams
-from draftwood.engine import graphs as graphs_module
+from draftwood import LLM, SamplingParams, config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,7 +60,7 @@ def test_same_tokens(llms, how):
 @pytest.mark.parametrize("how", [{"mode": "plain"}, {"budget": 8}], ids=str)
 def test_same_tokens_across_the_widths_of_page_tables(llms, how, monkeypatch):
     launched = facts(llms[False].generate(PROMPTS, PARAMS, **how))
-    monkeypatch.setattr(graphs_module, "CONTEXTS", (64, 128))
+    monkeypatch.setattr(config, "CONTEXTS", (64, 128))
     with LLM(
         graphs=True, device="cuda", dtype="float32", max_context=256, max_batch=5, page_size=16
     ) as narrow:

@@ -12,7 +12,6 @@ from draftwood.engine.graphs import GraphRunner
 from draftwood.engine.pool_size import choose_n_pages
 from draftwood.engine.runner import Runner
 from draftwood.parallel import ALONE
-from support.tiny import write_drafter, write_target
 
 PROMPTS = [[3, 4, 5], list(range(1, 30)), [6, 7]]
 PARAMS = SamplingParams(max_new_tokens=20, ignore_eos=True, logprobs=1)
@@ -20,12 +19,6 @@ ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation"),
     RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
 ]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("pair")
-    return write_target(root / "target", 7), write_drafter(root / "drafter")
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["eager", "graphs"])

@@ -95,10 +95,8 @@ class CudaTimer:
                 self._calls = list(calls(copies))
                 graph = _capture(self._calls * (per_run // copies))
                 assert graph is not None
-                self.run, method = (
-                    graph.replay,
-                    f"graph over {copies} copies" if copies > 1 else "graph of calls",
-                )
+                self.run = graph.replay
+                method = f"graph over {copies} copies" if copies > 1 else "graph of calls"
         self._graph = graph  # alive as long as it is replayed
         if cold and per_run == 1:
             self.flush = torch.zeros(2 * l2_bytes // 4, dtype=torch.int32, device="cuda")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
-from draftwood.config import CONTEXTS, EngineConfig
+from draftwood.config import EngineConfig, table_widths
 from draftwood.drafting import MOST_WAITING
 from draftwood.models.config import TargetConfig
 from draftwood.models.drafter_config import DrafterConfig
@@ -208,8 +208,7 @@ def estimate_lines(
     batches = (engine.max_batch - 1).bit_length() + 1
     layers = target.num_hidden_layers + (0 if drafter is None else drafter.num_hidden_layers)
     longest = engine.max_context or target.max_position_embeddings
-    widths = {-(-min(context, longest) // engine.page_size) for context in (*CONTEXTS, longest)}
-    graphs = batches * trees * len(widths)
+    graphs = batches * trees * len(table_widths(engine.page_size, -(-longest // engine.page_size)))
     return (
         Line("runtime", RUNTIME_BYTES, "CUDA context, workspaces, NCCL: an estimate"),
         Line("CUDA graphs", graphs * layers * GRAPH_BYTES_PER_LAYER, f"{graphs} graphs: an estimate"),

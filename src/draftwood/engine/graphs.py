@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from draftwood.config import CONTEXTS, MAX_REPLAYED_BATCH
+from draftwood.config import MAX_REPLAYED_BATCH, table_widths
 from draftwood.drafting import ReplayableDrafting, Ring
 from draftwood.engine.chunks import Chunk, padded_size
 from draftwood.engine.moments import Moment, Span, now
@@ -355,8 +355,7 @@ def table_columns(most_held: int, page_size: int, max_pages: int) -> int:
 
     A row has pages for all that rounds in flight and the next one may write, so this is enough whatever those will bring.
     """
-    sizes = (-(-context // page_size) for context in CONTEXTS)
-    return min((n for n in sizes if most_held <= n <= max_pages), default=max_pages)
+    return next((n for n in table_widths(page_size, max_pages) if most_held <= n), max_pages)
 
 
 @contextmanager

@@ -49,9 +49,8 @@ def _gluon_attention(use: Use) -> str | None:
 
 
 def _cuda_attention(use: Use) -> str | None:
-    if not _version("cuda-bindings"):
-        return _hopper(use) or "needs the package cuda-bindings, which torch's wheels for CUDA bring along"
-    return _hopper(use) or _missing_compiler()
+    missing = "needs the package cuda-bindings, which torch's wheels for CUDA bring along"
+    return _hopper(use) or (_missing_compiler() if _version("cuda-bindings") else missing)
 
 
 def _attention_by_shape(use: Use) -> str | None:

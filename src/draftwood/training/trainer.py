@@ -213,10 +213,8 @@ class Trainer:
 
     def _restore(self) -> None:
         state = torch.load(self.checkpoint, map_location=self.target.device)
-        ours = self.settings.model_dump()
-        theirs = TrainSettings(
-            **state["settings"]
-        ).model_dump()  # what is newer than the checkpoint had its default
+        settings = TrainSettings(**state["settings"])  # what is newer than the checkpoint had its default
+        theirs, ours = settings.model_dump(), self.settings.model_dump()
         if changed := [k for k in ours if theirs[k] != ours[k]]:
             raise ValueError(f"{self.checkpoint}: made with other settings: {', '.join(changed)}")
         self.drafter.load_state_dict(state["drafter"])
